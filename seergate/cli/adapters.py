@@ -20,11 +20,12 @@ if TYPE_CHECKING:
     from seergate.models.gate_bank import GateBank
 
 LIMITS = {"nominal", "token_budget", "budget_share", "budget_min", "budget_max", "threshold", "top_p"}
+"""Keys of a run's ``method`` that limit what is read."""
 NO_TASK_OPTIONS = {
     *("name", "problems", "n_problems", "grader", "chance", "contents", "prompts", "source", "shots_source", "file"),
     *("text", "seed", "revision"),
 }
-"""Keys of a run's ``method`` and ``task`` that a card does not name beside the name, the limit and the results."""
+"""Keys of a run's ``task`` that a card does not name."""
 
 INFO_HELP = (
     "what gates are for, how they were trained, how good they are",
@@ -92,7 +93,8 @@ def _say(facts: dict[str, Any]) -> None:
     _table(flat)
     print("results" if facts["results"] else "results: none recorded")
     for result in facts["results"]:
-        budget = f", {result['token_budget']} tokens" if result.get("token_budget") else ""
+        limit = f"{result['token_budget']} tokens" if result.get("token_budget") else result.get("limit")
+        budget = f", {limit}" if limit else ""
         names = titled(result, "task", "task_options"), titled(result, "method", "options")
         print(f"  {', '.join(names)}{budget}: {percent_right(result) or '?'} %")
 
@@ -293,7 +295,7 @@ def results_of(runs: Path, bank: GateBank) -> list[dict[str, Any]]:
     return [
         {
             "task": str(setting.config["task"]["name"]),
-            **_named("task_options", {k: v for k, v in setting.config["task"].items() if k not in NO_TASK_OPTIONS}),
+            **_named("task_options", _task_options(setting.config["task"])),
             "method": setting.method,
             **_named("options", _unusual(setting, bank)),
             "token_budget": setting.budget,
@@ -309,6 +311,10 @@ def results_of(runs: Path, bank: GateBank) -> list[dict[str, Any]]:
     ]
 
 
+def _task_options(task: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in task.items() if key not in NO_TASK_OPTIONS and value is not None}
+
+
 def _named(name: str, options: dict[str, Any]) -> dict[str, str]:
     """Options as text under a name, such as ``dense_layers=0+1, compat=published``; empty if there are none."""
     texts = {
@@ -318,12 +324,15 @@ def _named(name: str, options: dict[str, Any]) -> dict[str, str]:
 
 
 def _unusual(setting: Setting, bank: GateBank) -> dict[str, Any]:
-    """The options of a setting's method that differ from its defaults with these gates, apart from what limits it."""
+    """The options of a setting's method that differ from its defaults with these gates, apart from what limits it.
+    None of a method that has no defaults for all of its options, or is not known here.
+    """
     from seergate.eval.settings import MethodSpec
 
-    spec = MethodSpec(setting.method, 1 << 20, setting.block_size)
-    usual = spec.describe(bank if spec.has_gates else None)
-    method = setting.config["method"]
-    return {
-        key: value for key, value in method.items() if key.split(".")[-1] not in LIMITS and usual.get(key) != value
-    }
+    try:
+        spec = MethodSpec(setting.method, 1 << 20, bank.config.block_size)
+        usual = {"rectify_every": None, **spec.describe(bank if spec.has_gates else None)}
+    except SeergateError:
+        return {}
+    given = {key: setting.config["method"].get(key) for key in usual.keys() - LIMITS}
+    return {key: value for key, value in sorted(given.items()) if value is not None and value != usual[key]}

@@ -95,7 +95,7 @@ def variant_configs(study: Study, model: str | None, options: Mapping[str, Any])
             raise SeergateError(f"the variant {variant!r} of {study.name} cannot run: {error}") from error
         if given.keys() & {"output_dir", "push_to_hub"} or config.push_to_hub:
             raise SeergateError(
-                f"{study.name} must not set push_to_hub, nor output_dir for a variant: each variant has a directory "
+                "push_to_hub must be left out of an ablation, and output_dir of its variants, which have directories "
                 "below the study's; upload one with `seergate push`"
             )
         if not (config.eval_packs and config.eval_steps):

@@ -88,6 +88,7 @@ class Progress:
     held_out_row_start: float | None = None  # of both
     best_kl: float | None = None
     best_step: int | None = None
+    best_row_start: float | None = None
     final_kl: float | None = None
     non_finite: int = 0
 
@@ -377,11 +378,11 @@ class Run:
         progress = self.progress
         if not math.isfinite(log.kl):
             return
-        other_rows = progress.held_out_row_start != self.eval_row_start  # than those of the best
+        other_rows = progress.best_row_start not in (None, self.eval_row_start)
         progress.held_out_kl, progress.held_out_row_start = log.kl, self.eval_row_start
         progress.held_out_recall = {str(budget): share for budget, share in log.mean_recall().items()}
         if progress.best_kl is None or other_rows or log.kl < progress.best_kl:
-            progress.best_kl, progress.best_step = log.kl, step + 1
+            progress.best_kl, progress.best_step, progress.best_row_start = log.kl, step + 1, self.eval_row_start
             self._export(self.dir / "best")
 
     def save(self, step: int, stop: bool) -> None:

@@ -33,7 +33,8 @@ class Gates(nn.Module):
         training: record of the training, as JSON types; the attribute is ``training_record``.
         decode_defaults: fields of `DecodeConfig` to decode with by default, such as ``{"compat": "published"}``.
         results: measured results, one mapping each: ``task``, ``method``, ``token_budget``, ``accuracy`` (0..1),
-            ``standard_error``, ``samples``, ``limit`` (a text, for methods without a budget); other keys are kept.
+            ``standard_error``, ``samples``, ``limit`` (a text, for methods without a budget), ``options`` and
+            ``task_options`` (texts); other keys are kept.
         licence: ``license`` and, if that is not a standard identifier, ``license_name`` and ``license_link``.
 
     Attributes:
@@ -167,8 +168,10 @@ class Gates(nn.Module):
         geometry, defaults = replace(self.geometry, layers=tuple(indices)), dict(self.decode_defaults)
         if "anchors" in defaults:
             defaults["anchors"] = [layer for layer in defaults["anchors"] if layer in indices]
-        means = ("kl_", "recall_", "anchor_recall", "own_recall") if len(indices) < len(self.geometry.layers) else ()
-        training = {name: value for name, value in self.training_record.items() if not name.startswith(means)}
+        measured = (
+            ("kl_", "recall_", "anchor_recall", "own_recall") if len(indices) < len(self.geometry.layers) else ()
+        )
+        training = {name: value for name, value in self.training_record.items() if not name.startswith(measured)}
         return self.derived(tensors, geometry=geometry, decode_defaults=defaults, training=training, results=())
 
     def with_anchors(self, anchors: Sequence[int], **training: Any) -> Self:

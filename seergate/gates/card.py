@@ -126,16 +126,12 @@ def _metadata(bank: Gates, source: Source) -> Any:
     measurements = []  # type and name of a dataset; type, value and name of a metric
     for result in bank.results:
         task, accuracy = str(result.get("task", "unknown")), result.get("accuracy")
-        own = result.get("method") in ("gate", bank.config.scorer) and not result.get(
-            "options"
-        )  # as these gates decode
+        own = result.get("method") in ("gate", bank.config.scorer) and not result.get("options")
         if own and isinstance(accuracy, (int, float)):
             budget = result.get("token_budget")
             limit = result.get("limit", "all") if budget is None else f"token budget {budget}"
-            metric = "accuracy", round(100 * accuracy, 2), f"accuracy (%), {limit}"
-            measurements.append(
-                (str(result.get("dataset", task)), titled(result, "task", "task_options") or task, *metric)
-            )
+            title = ", ".join(filter(None, ("accuracy (%)", str(limit), result.get("task_options"))))
+            measurements.append((str(result.get("dataset", task)), task, "accuracy", round(100 * accuracy, 2), title))
     if isinstance(kl := bank.training_record.get("kl_held_out"), (int, float)):
         trained_on = str(options.get("data", "training data"))
         name = "loss" if bank.config.retention else "KL from the model's attention (nats per row)"

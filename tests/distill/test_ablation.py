@@ -227,7 +227,7 @@ NO_STUDY = {
     "variants: {a: {block_size: 7}}": "variant 'a' of own cannot run: block_size is 7",
     **dict.fromkeys(("variants: [a, b]", "variants: {a: {}}", "variants: {}", "other: 1"), "is no study"),
     "variants: {1: {seed: 1}, '1': {seed: 2}}": "is no study",
-    "variants: {a: {seed: 1, output_dir: mine}}": "own must not set push_to_hub, nor output_dir for a variant",
+    "variants: {a: {seed: 1, output_dir: mine}}": "and output_dir of its variants",
     "options: {push_to_hub: org/x}\nvariants: {a: {seed: 1}}": "upload one with `seergate push`",
     "variants: {a-b: {learning_rate: 0.1}, a_b: {learning_rate: 0.2}}": "differ in punctuation only",
     "variants: {+: {seed: 1}, b: {seed: 2}}": "a variant named '+'; its name must hold",

@@ -5,6 +5,7 @@ import torch
 
 import seergate
 from seergate import methods
+from seergate.eval import proxies
 from seergate.eval.generation.batch import Batch
 from seergate.eval.proxies import WINDOW_TOKENS, Window, _decoded, measure_proxies, windows_of
 from tests.support import evaluation as support
@@ -46,21 +47,23 @@ def test_a_method_that_pins_the_prompt_is_seen_to_evict():
     reference = [{"prompt": " ".join(WORDS[i : i + 12]), "completion": answer} for i, answer in enumerate(answers)]
     assert all(w.prompt == 12 and w.context[:12] for w in windows_of(TOKENIZER, reference))
     with seergate.attached(support.model(), methods.RandomEvict(token_budget=24, interval=4)) as handle:
-        proxies = measure_proxies(handle, TOKENIZER, reference)
-    assert proxies["next_token_kl"] > 1e-3 and proxies["recall"] is None
+        figures = measure_proxies(handle, TOKENIZER, reference)
+    assert figures["next_token_kl"] > 1e-3 and figures["recall"] is None
 
 
 @pytest.mark.parametrize(
     "method", [methods.Quest(token_budget=16, block_size=8, dense_layers=()), methods.H2O(token_budget=16, interval=4)]
 )
-def test_figures_do_not_depend_on_how_many_windows_are_decoded_together(method):
+def test_figures_do_not_depend_on_how_many_windows_are_decoded_together(method, monkeypatch):
+    calls = []
+    monkeypatch.setattr(proxies, "_decoded", lambda *arguments: calls.append(1) or _decoded(*arguments))
     reference = [
         {"prompt": " ".join(WORDS[i : i + 12]), "completion": " ".join(WORDS[7 * i : 7 * i + 60 + i])}
         for i in range(7)
     ]
     with seergate.attached(support.model(), method) as handle:
         one, some, more = (measure_proxies(handle, TOKENIZER, reference, rows) for rows in (1, 3, 16))
-    assert one["next_token_kl"] > 1e-3
+    assert one["next_token_kl"] > 1e-3 and len(calls) == 7 + 3 + 1
     for name in ("next_token_kl", "next_token_kl_p99", "perplexity", "agreement", "recall"):
         expected = pytest.approx(one[name] or 0, rel=1e-4)
         assert (some[name] or 0) == expected and (more[name] or 0) == expected

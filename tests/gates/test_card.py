@@ -166,13 +166,14 @@ def test_a_card_that_is_not_well_formed_gets_its_metadata(bank, tmp_path, monkey
 def test_results_of_an_evaluation(bank, tmp_path):
     """From `seergate eval` to the card."""
     gates, runs, out = (str(tmp_path / name) for name in ("gates", "runs", "with"))
-    methods = "dense,gate,gate:dense_layers=0+2"
+    methods = "dense,gate,gate:dense_layers=0+2,snapkv+gate:read_budget=32"
     arguments = f"--problems 2 --variables 8 --budget 64 --method {methods} --no-report --max-new-tokens 8"
     output_of("eval", *arguments.split(), "--batch-size", "2", "--out", runs)
     own = GateBank.from_pretrained(shipped(TINY_GATES))
     rows = results_of(Path(runs), own)
     results = {(row["method"], row.get("options"), row["token_budget"], row["samples"]) for row in rows}
-    assert results == {("dense", None, None, 2), ("gate", None, 64, 2), ("gate", "dense_layers=0+2", 64, 2)}
+    with_gates = ("gate", None, 64, 2), ("gate", "dense_layers=0+2", 64, 2), ("snapkv+gate", None, 64, 2)
+    assert results == {("dense", None, None, 2), *with_gates}
     bank.save_pretrained(gates)
     assert "has results of other gates" in refusal(run_seergate("export", gates, out, "--results", runs))
     own.save_pretrained(gates)
@@ -180,11 +181,10 @@ def test_results_of_an_evaluation(bank, tmp_path):
     text = (tmp_path / "with" / "README.md").read_text()
     assert "| chain_sum, variables=8 | gate | 64 |" in text and metadata(text)["license"] == "mit"
     assert "| chain_sum, variables=8 | gate, dense_layers=0+2 | 64 |" in text
-    (measured,) = (
-        one for one in metadata(text)["model-index"][0]["results"] if one["task"]["type"] == "text-generation"
-    )
-    assert measured["dataset"]["name"] == "chain_sum, variables=8", "with the gates' own options only"
-    assert len(json.loads(output_of("info", out, "--json"))["results"]) == 3
+    names = [metric["name"] for one in metadata(text)["model-index"][0]["results"] for metric in one["metrics"]]
+    accuracies = [name for name in names if name.startswith("accuracy")]
+    assert accuracies == ["accuracy (%), token budget 64, variables=8"], "with the gates' own options only"
+    assert len(json.loads(output_of("info", out, "--json"))["results"]) == 4
     assert "chain_sum, variables=8, gate, 64 tokens:" in output_of("info", out)
 
 
