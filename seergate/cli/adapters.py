@@ -316,11 +316,11 @@ def _task_options(task: dict[str, Any]) -> dict[str, Any]:
 
 
 def _named(name: str, options: dict[str, Any]) -> dict[str, str]:
-    """Options as text under a name, such as ``dense_layers=0+1, compat=published``; empty if there are none."""
-    texts = {
-        key: "+".join(map(str, value)) if isinstance(value, list) else str(value) for key, value in options.items()
-    }
-    return {name: ", ".join(f"{key}={text or 'none'}" for key, text in texts.items())} if texts else {}
+    """Options as text under a name, such as ``compat=published, dense_layers=0+1``; empty if there are none."""
+    from seergate.eval.method_text import value_text
+
+    plain = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    return {name: ", ".join(f"{key}={value_text(value)}" for key, value in plain.items())} if plain else {}
 
 
 def _unusual(setting: Setting, bank: GateBank) -> dict[str, Any]:
