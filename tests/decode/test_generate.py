@@ -4,7 +4,7 @@ import warnings
 
 import pytest
 import torch
-from transformers import AutoTokenizer, DynamicCache, pipeline
+from transformers import AutoTokenizer, DynamicCache, GenerationConfig, pipeline
 
 import seergate
 from seergate.paths import shipped
@@ -62,9 +62,11 @@ def test_what_is_drawn_is_what_the_plain_model_draws(speaker, options):
 def test_a_pipeline_says_what_generate_says(speaker, tokenizer):
     model, bank = speaker
     question = "[a1] 3 [a2] a1 4 [a3] a2 5 [a4] a3 1 answer start a4:"
+    eight = GenerationConfig(max_new_tokens=8)
 
     def piped():
-        (output,) = pipeline("text-generation", model=model, tokenizer=tokenizer)(question, max_new_tokens=8)
+        says = pipeline("text-generation", model=model, tokenizer=tokenizer)
+        (output,) = says(question, generation_config=eight, clean_up_tokenization_spaces=False)
         assert output["generated_text"].startswith(question)
         return output["generated_text"].removeprefix(question).strip()
 
@@ -74,7 +76,7 @@ def test_a_pipeline_says_what_generate_says(speaker, tokenizer):
     with seergate.attached(model, bank, token_budget=2 * BLOCK):
         little = piped()
         inputs = tokenizer(question, return_tensors="pt")
-        output = model.generate(**inputs, max_new_tokens=8)[0, inputs["input_ids"].shape[1] :]
+        output = model.generate(**inputs, generation_config=eight)[0, inputs["input_ids"].shape[1] :]
     assert little == tokenizer.decode(output, skip_special_tokens=True).strip() != plain
 
 
