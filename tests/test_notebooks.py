@@ -46,9 +46,11 @@ def test_decode_and_look(capsys: pytest.CaptureFixture[str]) -> None:
     assert page._repr_html_().startswith("<iframe srcdoc=") and "&lt;script" in page._repr_html_()
 
 
-def test_train_gates(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_train_gates(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("MPLBACKEND", "agg")
     names, _ = run(ROOT / "docs" / "notebooks" / "train_gates.ipynb")
     before, after = names["before"], names["after"]
     assert sum(after) / len(after) > sum(before) / len(before) + 0.1
     assert names["losses"][-1] < names["losses"][0] / 2
+    answer, _, right = capsys.readouterr().out.rpartition("right:")
+    assert answer.split()[-2] == right.strip() == names["fresh"].answer

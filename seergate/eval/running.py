@@ -219,9 +219,12 @@ def _matched(
     }
     path = record_path(out, plan.match)
     before = store.read_json(path) or {}
-    bytes_by_key = before["bytes"] if before.get("made") == made else {}
+    if before.get("made") != made:
+        before = {"bytes": {}, "matches": []}
     print(f"finding budgets that are equal in bytes {'read' if plan.match == 'read' else 'resident'}")
-    replay = Replay(model, tokenizer, dense, MEASURES[plan.match], bytes_by_key)
+    replay = Replay(model, tokenizer, dense, MEASURES[plan.match], before["bytes"])
     chosen, records = match(replay, specs, plan.budget or list(task.budgets), prepare=calibrated, banks=banks)
+    new = {(record["target"], record["method"]) for record in records}
+    records = [each for each in before["matches"] if (each["target"], each["method"]) not in new] + records
     store.write_json(path, {"measure": plan.match, "made": made, "bytes": replay.known, "matches": records})
     return chosen

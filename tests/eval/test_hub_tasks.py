@@ -1,6 +1,7 @@
-"""Hub tasks on local files with the Hub's columns, read by the real `datasets`."""
+"""Hub tasks on local files with the Hub's columns."""
 
 import json
+import os
 from collections import Counter
 
 import datasets
@@ -104,14 +105,33 @@ def test_a_file_whose_name_is_also_a_pattern_is_read_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
+    ("suffix", "form"), [(".csv", "problem,answer\n?,{}\n?,{}\n"), (".jsonl", "{}\n{}"), (".json", "[{},\n {}]")]
+)
+def test_answers_are_read_as_they_are_written(tmp_path, suffix, form):
+    """Whatever the other records hold, and again if the file changes, even if its time stays."""
+    source = tmp_path / f"m{suffix}"
+    numbers = [("12345678901234567", "0.5"), ("9007199254740993", "7"), (f"{10**30}", "0.25")]
+    texts = [("2009-12-25", "2010-01-01"), ("1.50", "001"), ("0.1234567890123456789", "1e-3")]
+    for written in numbers + texts:
+        cells = written
+        if suffix != ".csv":
+            cells = [f'{{"problem": "?", "answer": {a if written in numbers else json.dumps(a)}}}' for a in written]
+        source.write_text(form.format(*cells))
+        os.utime(source, (0, 0))
+        problems = make_task("math500", source=str(source)).problems()
+        assert tuple(problem.gold for problem in problems) == written
+
+
+@pytest.mark.parametrize(
     ("name", "text", "said"),
     [
         ("none.jsonl", None, "does not exist"),
         ("x.txt", "{}", "must end in"),
-        ("bad.jsonl", "{", "cannot be read"),
-        ("big.csv", f"problem,answer\na,{10**30}\n", "big.csv: .*too large"),
+        ("bad.jsonl", "{", "bad.jsonl, line 1 is not JSON"),
+        ("numbers.json", "[1, 2]", "record 0 of .*numbers.json is 1; it must be an object"),
         ("x.jsonl", '{"question": "?", "answer": "1"}', "record 0 of .* has no field 'problem'; it has question"),
         *((f"empty.{kind}", text, f"empty.{kind}") for kind in ("jsonl", "json", "csv") for text in ("", "\n")),
+        ("empty.json", "[]", "empty.json is empty"),
     ],
 )
 def test_files_that_hold_no_problems_are_named(tmp_path, name, text, said):

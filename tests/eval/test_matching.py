@@ -138,10 +138,12 @@ def test_a_matched_sweep_by_command_goes_on_where_it_was(command, tmp_path, monk
         patch.setattr(matching, "Batch", None)
         output_of(*command, "48")
     assert {path: path.read_bytes() for path in (tmp_path / "runs").glob("*/samples.jsonl")} == before
-    kept = json.loads((tmp_path / "runs" / "matching-resident.json").read_text())["bytes"]
+    kept = json.loads((tmp_path / "runs" / "matching-resident.json").read_text())
     output_of(*command, "64")
-    more = json.loads((tmp_path / "runs" / "matching-resident.json").read_text())["bytes"]
-    assert kept.items() < more.items()
+    more = json.loads((tmp_path / "runs" / "matching-resident.json").read_text())
+    assert kept["bytes"].items() < more["bytes"].items()
+    assert [each["target"] for each in more["matches"]] == ["48 tokens"] * 2 + ["64 tokens"] * 2
+    assert more["matches"][:2] == kept["matches"]
 
 
 def test_a_matched_sweep_with_other_blocks_or_layers_is_matched_anew(command, tmp_path):

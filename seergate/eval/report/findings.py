@@ -7,6 +7,7 @@ from collections import Counter, defaultdict
 from collections.abc import Sequence
 from typing import Any
 
+from seergate.eval.generation.samples import Limit
 from seergate.eval.report.load import Setting, Sweep
 from seergate.eval.statistics.intervals import Difference
 from seergate.eval.statistics.metrics import REPLY
@@ -257,8 +258,8 @@ def cautions(sweep: Sweep) -> list[str]:
     if unanswered := _above(sweep, "unanswered_rate", UNANSWERED):
         lines.append(f"no result was found in many answers: {unanswered}.")
     if truncated := _above(sweep, "truncation_rate", TRUNCATED):
-        limit = generation["max_new_tokens"] or generation["max_total_tokens"]
-        lines.append(f"answers hit the limit of {limit} tokens, so lengths are lower bounds: {truncated}.")
+        limit = Limit(generation["max_new_tokens"], generation.get("max_total_tokens"))
+        lines.append(f"answers hit the limit, {limit}, so lengths are lower bounds: {truncated}.")
     if chance := sweep.config["task"].get("chance"):
         lines.append(f"guessing gets {_percent(chance)} right.")
     if sweep.dense is not None and at_chance(sweep.dense):

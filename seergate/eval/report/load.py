@@ -168,8 +168,9 @@ class Sweep:
 
     @property
     def dense(self) -> Setting | None:
-        """The dense run, if there is one."""
-        return next((s for s in self.settings if s.method == "dense"), None)
+        """The dense run with the most samples, if there is one."""
+        runs = (s for s in self.settings if s.method == "dense")
+        return max(runs, key=lambda s: s.metrics["n_samples"], default=None)
 
     @property
     def methods(self) -> list[str]:
@@ -227,7 +228,7 @@ class Sweep:
 
     def share(self, setting: Setting, metric: str) -> float:
         """A metric in percent of the first setting's (dense attention's, if there is a dense run)."""
-        return float(100 * setting.metrics[metric] / self.settings[0].metrics[metric])
+        return float(100 * setting.metrics[metric] / (self.dense or self.settings[0]).metrics[metric])
 
     @property
     def proxies_on(self) -> str | None:

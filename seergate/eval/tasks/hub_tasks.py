@@ -11,7 +11,6 @@ same columns.
 
 from __future__ import annotations
 
-import glob
 import random
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -26,6 +25,7 @@ from seergate.eval.sampling import Sampling
 from seergate.eval.tasks.shots import MINERVA, STOP, Example, gsm8k_answer, gsm8k_example, math_example, with_examples
 from seergate.eval.tasks.task import Problem, Task, as_text, read_each, words
 from seergate.hub import hub_call
+from seergate.json_file import json_lines, read_json_text
 
 MATH_INSTRUCTION = "\nPlease reason step by step, and put your final answer within \\boxed{}."
 CHOICE_INSTRUCTION = (
@@ -37,8 +37,8 @@ SEED = 0
 """Seed of the order of GPQA's options."""
 PLAIN_LENGTH = 512
 """Maximum tokens of an answer that continues a text: the examples are short."""
-SUFFIXES = {".json": "json", ".jsonl": "json", ".ndjson": "json", ".parquet": "parquet", ".csv": "csv"}
-CSV = {"keep_default_na": False, "na_values": ["", "NaN", "nan", "null", "NULL", "<NA>"]}
+SUFFIXES = (".json", ".jsonl", ".ndjson", ".parquet", ".csv")
+NO_VALUE = ["", "NaN", "nan", "null", "NULL", "<NA>"]
 """Missing cells of CSV files; by default ``None`` and ``N/A`` would be, too, which may be answers to choose from."""
 
 PUBLISHED_GPQA = (
@@ -170,9 +170,7 @@ class HubTask:
         with hub_call(unread, asks=source is None):
             try:
                 if source is not None:
-                    file = glob.escape(str(source))  # `datasets` reads names as patterns
-                    options = {"csv": CSV}.get(kind := _local_format(source), {})
-                    return datasets.load_dataset(kind, data_files=file, split="train", **options)
+                    return _read_file(Path(source))
                 if self.revision is None:
                     return datasets.load_dataset("json", data_files=self.repository, split="train")
                 return datasets.load_dataset(
@@ -180,17 +178,30 @@ class HubTask:
                 )
             except datasets.exceptions.DatasetGenerationError as error:
                 raise error.__cause__ or error from None
-            except StopIteration as error:  # how `datasets` reports an empty file
-                raise SeergateError(f"the {what} of {self.name!r} are missing: {place} is empty") from error
 
 
-def _local_format(source: str) -> str:
-    path = Path(source)
-    if not path.is_file():
-        raise SeergateError(f"the task's source {source} does not exist")
-    if path.suffix not in SUFFIXES:
-        raise SeergateError(f"the task's source {source} must end in {', '.join(SUFFIXES)}")
-    return SUFFIXES[path.suffix]
+def _read_file(file: Path) -> list[Any]:
+    """The records of a local file, with numbers as they are written. (`datasets` would give each column one type.)"""
+    import pandas
+    import pyarrow.parquet
+
+    kind = file.suffix
+    if not file.is_file():
+        raise SeergateError(f"the task's source {file} does not exist")
+    if kind not in SUFFIXES:
+        raise SeergateError(f"the task's source {file} must end in {', '.join(SUFFIXES)}")
+    if kind == ".parquet":
+        records = pyarrow.parquet.ParquetFile(file).read().to_pylist()
+    elif kind == ".csv":
+        table = pandas.read_csv(file, dtype=str, keep_default_na=False, na_values=NO_VALUE).astype(object)
+        records = table.where(table.notna(), None).to_dict("records")
+    elif kind == ".json" and (text := file.read_text(encoding="utf-8-sig")).lstrip().startswith("["):
+        records = read_json_text(text)
+    else:
+        records = [record for _, record in json_lines(file)]
+    if not records:
+        raise SeergateError(f"the task's source {file} is empty")
+    return records
 
 
 def _name(record: dict[str, Any], number: int) -> str:

@@ -98,6 +98,8 @@ def read_each(
 ) -> Iterator[Read]:
     """What ``read`` makes of each record and its number; a `SeergateError` names the record that it refuses."""
     for number, record in enumerate(records):
+        if not isinstance(record, Mapping):
+            raise SeergateError(f"record {number} of {where} is {record!r}; it must be an object with fields")
         try:
             made = read(dict(record), number)
         except KeyError as error:

@@ -211,6 +211,11 @@ def test_runs_from_several_places_are_put_side_by_side(tmp_path):
     report = write_report(tmp_path / "a", tmp_path / "out", tmp_path / "b")
     assert report.html.parent == tmp_path / "out"
     assert "gate at 64 tokens" in report.findings[1]
+    fragment = write_run(tmp_path / "d", "dense", None, lambda i: i < 18)
+    lines = (fragment / "samples.jsonl").read_text().splitlines(keepends=True)
+    (fragment / "samples.jsonl").write_text("".join(lines[: len(lines) // 3]))
+    (sweep,) = load_sweeps(fragment, tmp_path / "a", tmp_path / "b")
+    assert sweep.dense.directory == tmp_path / "a" / "dense", "the whole run, not the interrupted one"
     write_run(tmp_path / "c", "gate", 64, lambda i: i < 9)
     refused("are runs of the same setting", write_report, tmp_path / "b", tmp_path / "out", tmp_path / "c")
     write_run(tmp_path / "c", "dense", None, lambda i: i < 18)
