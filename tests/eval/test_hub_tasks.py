@@ -157,6 +157,7 @@ def test_without_a_hub_one_line_names_the_option_for_a_copy(monkeypatch, caplog)
         ("aime24", {**AIME[0], "problem": None}, "'problem' is None"),
         ("math500", {**MATH[0], "answer": None}, "'answer' is None"),
         ("math500", {**MATH[0], "answer": " "}, "'answer' is blank"),
+        ("math500", {**MATH[0], "problem": "\ud800"}, "surrogates not allowed"),
         ("gsm8k", {**GSM8K[0], "answer": "He has 1200."}, "has no '####'"),
         ("gsm8k", {**GSM8K[0], "answer": "He has 1200. ####"}, "the answer is empty"),
         ("gpqa_diamond", {**GPQA[0], "Incorrect Answer 2": None}, "'Incorrect Answer 2' is None"),

@@ -117,7 +117,9 @@ def as_text(field: str, value: object) -> str:
         raise ValueError(f"{field!r} is {value!r}; it must be a text or a finite number")
     if isinstance(value, float):  # the digits of its shortest form: 5 of 5.0, 0.00001 of 1e-05
         return format(Decimal(repr(float(value) + 0.0)).normalize(), "f")
-    return str(value)
+    text = str(value)
+    text.encode()  # a UnicodeEncodeError, which is a ValueError, for half a surrogate pair
+    return text
 
 
 def words(record: dict[str, Any], field: str) -> str:
