@@ -105,7 +105,8 @@ def test_a_file_whose_name_is_also_a_pattern_is_read_as_it_is(tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("suffix", "form"), [(".csv", "problem,answer\n?,{}\n?,{}\n"), (".jsonl", "{}\n{}"), (".json", "[{},\n {}]")]
+    ("suffix", "form"),
+    [(".csv", "problem,answer\n?,{}\n?,{}\n"), (".jsonl", "{}\n{}"), (".json", "[{},\n {}]"), (".jsonl", "[{}, {}]")],
 )
 def test_answers_are_read_as_they_are_written(tmp_path, suffix, form):
     """Whatever the other records hold, and again if the file changes, even if its time stays."""
@@ -128,10 +129,11 @@ def test_answers_are_read_as_they_are_written(tmp_path, suffix, form):
         ("none.jsonl", None, "does not exist"),
         ("x.txt", "{}", "must end in"),
         ("bad.jsonl", "{", "bad.jsonl, line 1 is not JSON"),
-        ("numbers.json", "[1, 2]", "record 0 of .*numbers.json is 1; it must be an object"),
+        ("numbers.json", "[1, 2]", "record 0 of .*numbers.json is of type int; it must be an object"),
         ("x.jsonl", '{"question": "?", "answer": "1"}', "record 0 of .* has no field 'problem'; it has question"),
         *((f"empty.{kind}", text, f"empty.{kind}") for kind in ("jsonl", "json", "csv") for text in ("", "\n")),
-        ("empty.json", "[]", "empty.json is empty"),
+        ("empty.json", "[]", "empty.json, is empty"),
+        ("more.csv", "problem,answer\na,b,c\n", "more.csv have more cells"),
     ],
 )
 def test_files_that_hold_no_problems_are_named(tmp_path, name, text, said):

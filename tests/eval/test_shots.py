@@ -69,7 +69,7 @@ def test_mistakes_are_told(files):
         ("gpqa_diamond:chat=false", {}, "chat is false; the task 'gpqa_diamond' has no worked examples"),
         ("math500:shots=1", {"shots_source": "math"}, "the problem 0 is one of the worked examples"),
         ("math500:shots=1:chat=true", {"shots_source": "math"}, "the problem 0 is one of the worked examples"),
-        ("gsm8k:shots=1", {"shots_source": "nowhere"}, "the task's source nowhere does not exist"),
+        ("gsm8k:shots=1", {"shots_source": "nowhere"}, "the file of the worked examples, nowhere, does not exist"),
     ):
         given = {key: files.get(value, value) for key, value in options.items()}
         with pytest.raises(ValueError, match=message):

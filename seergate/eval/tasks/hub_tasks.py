@@ -170,7 +170,7 @@ class HubTask:
         with hub_call(unread, asks=source is None):
             try:
                 if source is not None:
-                    return _read_file(Path(source))
+                    return _read_file(Path(source), what)
                 if self.revision is None:
                     return datasets.load_dataset("json", data_files=self.repository, split="train")
                 return datasets.load_dataset(
@@ -180,27 +180,29 @@ class HubTask:
                 raise error.__cause__ or error from None
 
 
-def _read_file(file: Path) -> list[Any]:
-    """The records of a local file, with numbers as they are written. (`datasets` would give each column one type.)"""
+def _read_file(file: Path, what: str) -> list[Any]:
+    """The records of a local file, each value by itself. (`datasets` would give each column one type.)"""
     import pandas
     import pyarrow.parquet
 
     kind = file.suffix
     if not file.is_file():
-        raise SeergateError(f"the task's source {file} does not exist")
+        raise SeergateError(f"the file of the {what}, {file}, does not exist")
     if kind not in SUFFIXES:
-        raise SeergateError(f"the task's source {file} must end in {', '.join(SUFFIXES)}")
+        raise SeergateError(f"the file of the {what}, {file}, must end in {', '.join(SUFFIXES)}")
     if kind == ".parquet":
         records = pyarrow.parquet.ParquetFile(file).read().to_pylist()
     elif kind == ".csv":
         table = pandas.read_csv(file, dtype=str, keep_default_na=False, na_values=NO_VALUE).astype(object)
+        if not isinstance(table.index, pandas.RangeIndex):  # pandas takes what precedes the columns as an index
+            raise SeergateError(f"the rows of {file} have more cells than its first line has names")
         records = table.where(table.notna(), None).to_dict("records")
-    elif kind == ".json" and (text := file.read_text(encoding="utf-8-sig")).lstrip().startswith("["):
+    elif (text := file.read_text(encoding="utf-8-sig")).lstrip().startswith("["):
         records = read_json_text(text)
     else:
         records = [record for _, record in json_lines(file)]
     if not records:
-        raise SeergateError(f"the task's source {file} is empty")
+        raise SeergateError(f"the file of the {what}, {file}, is empty")
     return records
 
 

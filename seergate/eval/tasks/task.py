@@ -99,7 +99,9 @@ def read_each(
     """What ``read`` makes of each record and its number; a `SeergateError` names the record that it refuses."""
     for number, record in enumerate(records):
         if not isinstance(record, Mapping):
-            raise SeergateError(f"record {number} of {where} is {record!r}; it must be an object with fields")
+            raise SeergateError(
+                f"record {number} of {where} is of type {type(record).__name__}; it must be an object with fields"
+            )
         try:
             made = read(dict(record), number)
         except KeyError as error:
