@@ -227,7 +227,7 @@ class Sweep:
         return paired(*(by_problem(side, "correct") for side in common))
 
     def share(self, setting: Setting, metric: str) -> float:
-        """A metric in percent of the first setting's (dense attention's, if there is a dense run)."""
+        """A metric in percent of the dense run's, or else of the first run's."""
         return float(100 * setting.metrics[metric] / (self.dense or self.settings[0]).metrics[metric])
 
     @property

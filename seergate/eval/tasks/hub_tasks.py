@@ -160,17 +160,16 @@ class HubTask:
         return read_each(self._records(source), read, source or self.address)
 
     def _records(self, source: str | None, split: str | None = None) -> Any:
-        import datasets
-
         place = source or self.address
         what, option = ("worked examples", "--shots-source") if split else ("problems", "--task-source")
         unread = f"the {what} of {self.name!r} cannot be read from {place}"
-        if source is None:
-            unread += f" (with a copy on disk, give its path as {option})"
-        with hub_call(unread, asks=source is None):
+        if source is not None:
+            with hub_call(unread, asks=False):
+                return _read_file(Path(source), what)
+        import datasets
+
+        with hub_call(f"{unread} (with a copy on disk, give its path as {option})"):
             try:
-                if source is not None:
-                    return _read_file(Path(source), what)
                 if self.revision is None:
                     return datasets.load_dataset("json", data_files=self.repository, split="train")
                 return datasets.load_dataset(
@@ -182,17 +181,18 @@ class HubTask:
 
 def _read_file(file: Path, what: str) -> list[Any]:
     """The records of a local file, each value by itself. (`datasets` would give each column one type.)"""
-    import pandas
-    import pyarrow.parquet
-
     kind = file.suffix
     if not file.is_file():
         raise SeergateError(f"the file of the {what}, {file}, does not exist")
     if kind not in SUFFIXES:
         raise SeergateError(f"the file of the {what}, {file}, must end in {', '.join(SUFFIXES)}")
     if kind == ".parquet":
+        import pyarrow.parquet
+
         records = pyarrow.parquet.ParquetFile(file).read().to_pylist()
     elif kind == ".csv":
+        import pandas
+
         table = pandas.read_csv(file, dtype=str, keep_default_na=False, na_values=NO_VALUE).astype(object)
         if not isinstance(table.index, pandas.RangeIndex):  # pandas takes what precedes the columns as an index
             raise SeergateError(f"the rows of {file} have more cells than its first line has names")
