@@ -147,9 +147,9 @@ def right_scores() -> Iterator[Row]:
     lengths = torch.tensor([16 * blocks, 16 * blocks // 3])
     complete = torch.arange(blocks, device=DEVICE) < (lengths // 16)[:, None].to(DEVICE)
     for dtype, limit in ((NARROW, NARROW_LIMIT), (torch.float32, 2e-5)):
-        for group in sizes((1, 4, 5, 8), (5,)):
-            q, norm = randn(2, 2 * group, dim, dtype=dtype), randn(dim, dtype=dtype)
-            weight = randn(2, group, dim, dim, dtype=dtype) / math.sqrt(group * dim)
+        for group, queries in sizes(((1, 1), (4, 1), (5, 1), (8, 1), (1, 5), (1, 8)), ((5, 1), (1, 5))):
+            q, norm = randn(2, 2 * queries * group, dim, dtype=dtype), randn(dim, dtype=dtype)
+            weight = randn(2 * queries, group, dim, dim, dtype=dtype) / math.sqrt(group * dim)
             compressed = randn(2, 2, blocks, dim, dtype=dtype).masked_fill(~complete[:, None, :, None], math.nan)
             freq = torch.rand(dim // 2, device=DEVICE) / 16
             exact = [x.double().cpu() for x in (q, compressed, weight, norm, freq)]
@@ -158,7 +158,8 @@ def right_scores() -> Iterator[Row]:
             extras = {"norm_weight": norm, "inv_freq": freq}
             got = ops.score_blocks(q, lengths.to(DEVICE), compressed, weight, 16, **extras)
             got = got.where(complete[:, None], 0.0)
-            yield compared("score_blocks", f"group {group} {dtype}", got, want, limit)
+            name = f"group {group} {dtype}" if queries == 1 else f"{queries} queries {dtype}"
+            yield compared("score_blocks", name, got, want, limit)
 
 
 def right_select() -> Iterator[Row]:

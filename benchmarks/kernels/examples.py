@@ -302,20 +302,28 @@ def scorings() -> Iterator[Example]:
     for block_size in (16, 32, 128):
         yield score_example(torch.bfloat16, 128, block_size=block_size)
     yield score_example(torch.bfloat16, 128, gate_dtype=torch.float32)  # gates as they are trained
+    for group in (7, 16):
+        yield score_example(torch.bfloat16, 128, group, 16, one_query=False)
 
 
 def score_example(
-    dtype: torch.dtype, dim: int, group: int = 4, block_size: int = 64, gate_dtype: torch.dtype | None = None
+    dtype: torch.dtype,
+    dim: int,
+    group: int = 4,
+    block_size: int = 64,
+    gate_dtype: torch.dtype | None = None,
+    one_query: bool = True,
 ) -> Example:
-    """8 rows, a static cache of 32k tokens."""
+    """8 rows, a static cache of 32k tokens; a gate query per KV head, or one per query head."""
     gate_dtype = gate_dtype or dtype
     batch, kv_heads = 8, 8
-    q, weight = meta(batch, kv_heads * group, dim, dtype=dtype), meta(kv_heads, group, dim, dim, dtype=gate_dtype)
+    queries = (kv_heads, group) if one_query else (kv_heads * group, 1)
+    q, weight = meta(batch, kv_heads * group, dim, dtype=dtype), meta(*queries, dim, dim, dtype=gate_dtype)
     compressed = meta(batch, kv_heads, 32768 // block_size, dim, dtype=gate_dtype)
     norm_weight, inv_freq = meta(dim, dtype=gate_dtype), meta(dim // 2, dtype=torch.float32)
     lengths = meta(batch, dtype=torch.int64)
     name = f"{short(dtype)} d{dim} group {group} block {block_size}"
-    name += f" gate {short(gate_dtype)}" * (gate_dtype != dtype)
+    name += f" gate {short(gate_dtype)}" * (gate_dtype != dtype) + " a query per head" * (not one_query)
     return Example(
         f"score_blocks {name}",
         lambda: selection.score(q, lengths, compressed, weight, block_size, norm_weight, inv_freq, 1.0),

@@ -92,9 +92,11 @@ class AttnGate(Scorer):
         return block_scores(grouped, kg_BKNE).unflatten(2, (each, -1)).amax(2)
 
     def step_scores(self, q_BHD: Tensor, rows: RowLengths | Tensor, kg_BKNE: Tensor) -> Tensor:
-        if self.config.q_pooling != "proj":
+        if self.config.q_pooling not in ("proj", "none"):
             return super().step_scores(q_BHD, rows, kg_BKNE)
         size, branch = self.config.block_size, self.branch("q")._asdict()
+        if self.config.q_pooling == "none":  # a gate query per query head
+            branch["weight"] = branch["weight"].flatten(0, 1)[:, None]
         return ops.score_blocks(q_BHD, rows, kg_BKNE, block_size=size, **branch)
 
     def remember(

@@ -378,17 +378,19 @@ def score_blocks(
     inv_freq: Tensor | None = None,
     attention_scaling: float = 1.0,
 ) -> Tensor:
-    """Computes one row, KV head and block at a time; 0 for incomplete blocks."""
+    """Computes one row, gate query and block at a time; 0 for incomplete blocks."""
     dtype = _wide(q, weight)
-    kv_heads, group, _, width = weight.shape
-    scores = torch.zeros(len(q), kv_heads, compressed.shape[2], dtype=dtype, device=q.device)
+    queries, heads, _, width = weight.shape
+    batch, kv_heads, blocks = compressed.shape[:3]
+    scores = torch.zeros(batch, kv_heads, blocks, queries // kv_heads, dtype=dtype, device=q.device)
     for b, length in enumerate(lengths.tolist()):
-        for h in range(kv_heads):
-            x = q[b, h * group : (h + 1) * group].to(dtype).flatten() @ weight[h].to(dtype).flatten(0, 1)
+        for i in range(queries):
+            h, of_head = divmod(i, queries // kv_heads)
+            x = q[b, i * heads : (i + 1) * heads].to(dtype).flatten() @ weight[i].to(dtype).flatten(0, 1)
             x = _branch_end(x, norm_weight, inv_freq, attention_scaling, length - 1)
             for block in range(length // block_size):
-                scores[b, h, block] = x @ compressed[b, h, block].to(dtype) / math.sqrt(width)
-    return scores
+                scores[b, h, block, of_head] = x @ compressed[b, h, block].to(dtype) / math.sqrt(width)
+    return scores.amax(-1)
 
 
 def _branch_end(

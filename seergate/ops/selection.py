@@ -29,13 +29,16 @@ def score_blocks(
 ) -> Tensor:
     """Score blocks: project each row's newest query, apply norm and RoPE, and multiply it with the compressed keys.
 
+    With several gate queries per KV head, a block's score is the maximum over them.
+
     Args:
         q: ``[B, H, d]``, the newest query of each row before RoPE.
         lengths: int ``[B]``, tokens of each row, including this one; the query's position is ``length - 1``; or
             `RowLengths`, with arguments that need no checks.
         compressed: ``[B, Hkv, NB, E]``, the compressed keys. ``NB`` may be a capacity: on a GPU, only a row's complete
             blocks are read.
-        weight: ``[Hkv, G, d, E]``, the query branch's linear map.
+        weight: ``[I, H / I, d, E]``, the query branch's linear map. Gate query i is a projection of ``H / I``
+            consecutive query heads; ``I`` is a multiple of Hkv.
         block_size: tokens per block.
         norm_weight, inv_freq, attention_scaling: as in `update_compressed_keys`.
 
@@ -45,11 +48,14 @@ def score_blocks(
     if isinstance(lengths, RowLengths):
         branch = Branch(weight, norm_weight, inv_freq, attention_scaling)
     else:
-        check_tensor("weight", weight, ("Hkv", "G", "d", "E"))
-        kv_heads, group, dim, width = weight.shape
-        check_tensor("q", q, ("B", kv_heads * group, dim), on=("weight", weight))
+        check_tensor("weight", weight, ("I", "H / I", "d", "E"))
+        queries, heads, dim, width = weight.shape
+        check_tensor("q", q, ("B", queries * heads, dim), on=("weight", weight))
         check_count("block_size", block_size, 1)
-        check_tensor("compressed", compressed, (len(q), kv_heads, "NB", width), like=("weight", weight))
+        check_tensor("compressed", compressed, (len(q), "Hkv", "NB", width), like=("weight", weight))
+        kv_heads = compressed.shape[1]
+        if not kv_heads or queries % kv_heads:
+            raise ValueError(f"weight has {queries} queries; it must have a multiple of compressed's {kv_heads}")
         most = (compressed.shape[2] + 1) * block_size - 1
         check_lengths(lengths, len(q), most, "(NB + 1) * block_size - 1", on=("q", q))
         branch = check_branch(weight, norm_weight, inv_freq, attention_scaling)

@@ -180,6 +180,7 @@ CASES = {
     ],
     ops.score_blocks: [
         ({"lengths": integers(20, 56)}, "each must be in 1..55 ((NB + 1) * block_size - 1)"),
+        ({"compressed": zeros(2, 3, 6, E)}, "weight has 2 queries; it must have a multiple of compressed's 3"),
     ],
 }  # fmt: skip
 

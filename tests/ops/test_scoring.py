@@ -11,14 +11,16 @@ from seergate.ops import reference
 TOLERANCE = {torch.float64: 1e-12, torch.float32: 2e-5, torch.float16: 1e-2, torch.bfloat16: 6e-2}
 
 
-def step(lengths, group, dim, width, blocks, block_size, dtype, norm=True, rope=True, kv_heads=2):
-    """Arguments of a step; the compressed keys of blocks that are not complete are NaN."""
+def step(lengths, group, dim, width, blocks, block_size, dtype, norm=True, rope=True, kv_heads=2, queries=1):
+    """Arguments of a step; the compressed keys of blocks that are not complete are NaN. A KV head has ``queries`` gate
+    queries, each from ``group`` query heads.
+    """
     compressed = torch.full((len(lengths), kv_heads, blocks, width), math.nan, dtype=dtype)
     for row, length in enumerate(lengths):
         compressed[row, :, : length // block_size] = torch.randn(kv_heads, length // block_size, width).to(dtype)
-    weight = torch.randn(kv_heads, group, dim, width) / math.sqrt(group * dim)
+    weight = torch.randn(kv_heads * queries, group, dim, width) / math.sqrt(group * dim)
     tensors = {
-        "q": torch.randn(len(lengths), kv_heads * group, dim).to(dtype),
+        "q": torch.randn(len(lengths), kv_heads * queries * group, dim).to(dtype),
         "lengths": torch.tensor(lengths, dtype=torch.int64),
         "compressed": compressed,
         "weight": weight.to(dtype),
@@ -54,8 +56,18 @@ def test_equals_reference(group, dim, width, dtype, parts):
     check(step(lengths, group, dim, width, 9, 8, dtype, *parts), dtype)
 
 
-def test_more_blocks_than_a_program_has():
-    check(step([8 * 300 + 3, 8 * 256, 40], 4, 16, 16, 310, 8, torch.float32), torch.float32)
+@pytest.mark.parametrize("parts", [(True, True), (False, False)])
+@pytest.mark.parametrize(
+    ("queries", "group", "dtype"), [(5, 1, torch.float32), (8, 1, torch.float16), (3, 2, torch.float64)]
+)
+def test_several_queries_per_kv_head(queries, group, dtype, parts):
+    check(step([1, 8, 63, 64, 65, 7], group, 10, 6, 9, 8, dtype, *parts, queries=queries), dtype)
+
+
+@pytest.mark.parametrize("queries", [1, 4])
+def test_more_blocks_than_a_program_has(queries):
+    arguments = step([8 * 300 + 3, 8 * 256, 40], 4 // queries, 16, 16, 310, 8, torch.float32, queries=queries)
+    check(arguments, torch.float32)
 
 
 def test_far_positions_and_a_cache_that_is_full():
@@ -64,9 +76,10 @@ def test_far_positions_and_a_cache_that_is_full():
     check(arguments, torch.float32)
 
 
-def test_rows_and_heads_in_any_order_in_memory():
+@pytest.mark.parametrize("queries", [1, 4])
+def test_rows_and_heads_in_any_order_in_memory(queries):
     """As inside vLLM: heads first."""
-    arguments = step([40, 64, 9], 4, 16, 32, 8, 8, torch.float32)
+    arguments = step([40, 64, 9], 4 // queries, 16, 32, 8, 8, torch.float32, queries=queries)
     want = ops.score_blocks(**arguments)
     arguments["compressed"] = arguments["compressed"].transpose(0, 1).contiguous().transpose(0, 1)
     arguments["q"] = arguments["q"].transpose(1, 2).contiguous().transpose(1, 2)

@@ -3,7 +3,8 @@
 Selection gives every block a float64 key: its fp32 score, lowered by less than the distance to the next fp32 number in
 proportion to its index. All keys differ, so a top-k is deterministic on every device, and ties go to the lower index.
 
-Shape suffixes: B batch, K KV heads, N blocks, X blocks kept.
+Shape suffixes: B batch, K KV heads, I gate queries, J gate queries per KV head, E gate dimension, Q = J * E, P inputs
+of a query, or pairs of row and KV head, N blocks, X blocks kept.
 """
 
 from __future__ import annotations
@@ -28,20 +29,27 @@ float64, and for up to 2^25 blocks less than a step of fp32."""
 @without_gradients
 def score_blocks(q: Tensor, rows: RowLengths, compressed: Tensor, branch: Branch, block_size: int) -> Tensor:
     """The op on checked arguments: scores of all blocks, complete or not."""
-    (batch, kv_heads, blocks, width), weight_KPE = compressed.shape, branch.weight.flatten(1, 2)
-    q_KBP = q.to(weight_KPE.dtype).reshape(batch, kv_heads, weight_KPE.shape[1]).transpose(0, 1)
-    qg_KBE = torch.bmm(q_KBP, weight_KPE)  # one product per KV head: a step reads its weight once
+    (batch, kv_heads, blocks, width), weight_IPE = compressed.shape, branch.weight.flatten(1, 2)
+    q_IBP = q.to(weight_IPE.dtype).reshape(batch, *weight_IPE.shape[:2]).transpose(0, 1)
+    qg_IBE = torch.bmm(q_IBP, weight_IPE)  # one product per gate query: a step reads its weight once
     if branch.norm_weight is not None:
-        qg_KBE = rms_norm(qg_KBE, branch.norm_weight)
+        qg_IBE = rms_norm(qg_IBE, branch.norm_weight)
     if branch.inv_freq is not None:
-        angles = partial(rotation, rows.tensor - 1, branch.inv_freq, branch.attention_scaling, qg_KBE.dtype)
-        key = ("rotation", branch.attention_scaling, qg_KBE.dtype)
-        qg_KBE = turned(qg_KBE, *rows.once(key, angles, branch.inv_freq))
+        angles = partial(rotation, rows.tensor - 1, branch.inv_freq, branch.attention_scaling, qg_IBE.dtype)
+        key = ("rotation", branch.attention_scaling, qg_IBE.dtype)
+        qg_IBE = turned(qg_IBE, *rows.once(key, angles, branch.inv_freq))
+    each = len(weight_IPE) // kv_heads
+    qg_KBQ = qg_IBE if each == 1 else qg_IBE.unflatten(0, (kv_heads, each)).transpose(1, 2).flatten(2)
     if compressed.stride(1) > compressed.stride(0):  # heads first, as in vLLM: avoids a copy of the keys
-        scores_P1N = block_scores(qg_KBE.reshape(-1, 1, width), compressed.transpose(0, 1).flatten(0, 1))
-        return scores_P1N.view(kv_heads, batch, blocks).transpose(0, 1)
-    scores_P1N = block_scores(qg_KBE.transpose(0, 1).reshape(-1, 1, width), compressed.flatten(0, 1))
-    return scores_P1N.view(batch, kv_heads, blocks)
+        scores_PJN = block_scores(qg_KBQ.reshape(-1, each, width), compressed.transpose(0, 1).flatten(0, 1))
+        return _best(scores_PJN).view(kv_heads, batch, blocks).transpose(0, 1)
+    scores_PJN = block_scores(qg_KBQ.transpose(0, 1).reshape(-1, each, width), compressed.flatten(0, 1))
+    return _best(scores_PJN).view(batch, kv_heads, blocks)
+
+
+def _best(scores_PJN: Tensor) -> Tensor:
+    """The maximum over the queries of a KV head."""
+    return scores_PJN if scores_PJN.shape[1] == 1 else scores_PJN.amax(1)
 
 
 class Budgeted(NamedTuple):

@@ -34,18 +34,18 @@ SCORE_CHUNK = 128
 def score_kernel(  # type: ignore[no-untyped-def]
     q_ptr, lengths_ptr, compressed_ptr, weight_ptr, norm_ptr, freq_ptr, scores_ptr,
     stride_qb, stride_qh, stride_qd, stride_cb, stride_ch, stride_cn, stride_ce,
-    stride_wh, stride_wg, stride_wd, stride_we,
+    stride_wi, stride_wg, stride_wd, stride_we,
     blocks, span, scaling, scale,
-    BLOCK_SIZE: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr, HALF: tl.constexpr,
-    PADDED_HALF: tl.constexpr, CHUNK: tl.constexpr, EPS: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, QUERIES: tl.constexpr, HEADS: tl.constexpr, DIM: tl.constexpr, WIDTH: tl.constexpr,
+    HALF: tl.constexpr, PADDED_HALF: tl.constexpr, CHUNK: tl.constexpr, EPS: tl.constexpr,
 ):  # fmt: skip
-    """``span`` blocks of one row and KV head. Grid: spans, KV heads, batch.
+    """``span`` blocks of one row and KV head, for which there are ``QUERIES``. Grid: spans, KV heads, batch.
 
-    Each program projects the query anew: what others have read of the weights lies in the second-level cache, and a
-    launch of its own for the query would add to every layer of a step. Rows shorter than the capacity cost programs
-    that read nothing.
+    Each program projects the queries anew: what others have read of the weights lies in the second-level cache, and a
+    launch of its own for the queries would add to every layer of a step. Rows shorter than the capacity cost programs
+    that read nothing. For a further query, the program reads its keys again, and its own scores.
 
-    ``q [B, Hkv * GROUP, d]``, ``lengths [B]``, ``compressed [B, Hkv, blocks, E]``, ``weight [Hkv, GROUP, d, E]``,
+    ``q [B, H, d]``, ``lengths [B]``, ``compressed [B, Hkv, blocks, E]``, ``weight [Hkv * QUERIES, HEADS, d, E]``,
     ``norm [E]`` or None, ``freq [E / 2]`` or None; ``scores [B, Hkv, blocks]``, 0 for blocks that are not complete.
     """
     first = tl.program_id(0) * span
@@ -55,33 +55,40 @@ def score_kernel(  # type: ignore[no-untyped-def]
     complete = tl.minimum(length // BLOCK_SIZE, blocks)
     scores_ptr += (b * tl.num_programs(1) + h) * blocks
     low = tl.arange(0, PADDED_HALF)
-    x_low = tl.zeros([PADDED_HALF], tl.float32)
-    x_high = tl.zeros([PADDED_HALF], tl.float32)
-    if first < complete:
-        q_ptr += b * stride_qb + h * GROUP * stride_qh
-        weight_ptr += h * stride_wh
-        for begin in range(0, GROUP * DIM, CHUNK):
-            index = begin + tl.arange(0, CHUNK)
-            held = index < GROUP * DIM
-            head, dim = index // DIM, index % DIM
-            query = tl.load(q_ptr + head * stride_qh + dim * stride_qd, mask=held, other=0.0)
-            lines = weight_ptr + (head * stride_wg + dim * stride_wd)[:, None]
-            x_low, x_high = add_product(x_low, x_high, query, lines, held, stride_we, HALF, WIDTH)
-        position = (length - 1).to(tl.float32)
-        x_low, x_high = branch_end(
-            x_low, x_high, compressed_ptr, norm_ptr, freq_ptr, position, scaling, HALF, WIDTH, EPS
-        )
-        x_low, x_high = x_low * scale, x_high * scale
+    high = low + HALF
+    position = (length - 1).to(tl.float32)
     compressed_ptr += b * stride_cb + h * stride_ch
-    for begin in range(first, tl.minimum(first + span, blocks), CHUNK):
-        block = begin + tl.arange(0, CHUNK)
-        known = block < complete
-        keys = compressed_ptr + block[:, None] * stride_cn
-        k_low = tl.load(keys + low * stride_ce, mask=known[:, None] & (low < HALF), other=0.0).to(tl.float32)
-        high = low + HALF
-        k_high = tl.load(keys + high * stride_ce, mask=known[:, None] & (high < WIDTH), other=0.0).to(tl.float32)
-        score = tl.sum(k_low * x_low, 1) + tl.sum(k_high * x_high, 1)
-        tl.store(scores_ptr + block, tl.where(known, score, 0.0), mask=block < blocks)
+    q_ptr += b * stride_qb + h * QUERIES * HEADS * stride_qh
+    weight_ptr += h * QUERIES * stride_wi
+    for query in range(QUERIES):
+        if query > 0:
+            tl.debug_barrier()  # the scores were written by other threads than will read them
+        x_low = tl.zeros([PADDED_HALF], tl.float32)
+        x_high = tl.zeros([PADDED_HALF], tl.float32)
+        if first < complete:
+            for begin in range(0, HEADS * DIM, CHUNK):
+                index = begin + tl.arange(0, CHUNK)
+                held = index < HEADS * DIM
+                head, dim = index // DIM, index % DIM
+                part = tl.load(q_ptr + head * stride_qh + dim * stride_qd, mask=held, other=0.0)
+                lines = weight_ptr + (head * stride_wg + dim * stride_wd)[:, None]
+                x_low, x_high = add_product(x_low, x_high, part, lines, held, stride_we, HALF, WIDTH)
+            x_low, x_high = branch_end(
+                x_low, x_high, compressed_ptr, norm_ptr, freq_ptr, position, scaling, HALF, WIDTH, EPS
+            )
+            x_low, x_high = x_low * scale, x_high * scale
+        for begin in range(first, tl.minimum(first + span, blocks), CHUNK):
+            block = begin + tl.arange(0, CHUNK)
+            known = block < complete
+            keys = compressed_ptr + block[:, None] * stride_cn
+            k_low = tl.load(keys + low * stride_ce, mask=known[:, None] & (low < HALF), other=0.0).to(tl.float32)
+            k_high = tl.load(keys + high * stride_ce, mask=known[:, None] & (high < WIDTH), other=0.0).to(tl.float32)
+            score = tl.sum(k_low * x_low, 1) + tl.sum(k_high * x_high, 1)
+            if query > 0:
+                score = tl.maximum(score, tl.load(scores_ptr + block, mask=known, other=0.0))
+            tl.store(scores_ptr + block, tl.where(known, score, 0.0), mask=block < blocks)
+        q_ptr += HEADS * stride_qh
+        weight_ptr += stride_wi
 
 
 @without_gradients
@@ -109,7 +116,7 @@ def score(
 ) -> Tensor:
     """Launch the kernel. Nothing waits for the device, and the launch does not depend on values there."""
     batch, kv_heads, blocks, width = compressed.shape
-    group, dim = weight.shape[1:3]
+    queries, heads, dim = weight.shape[:3]
     scores = torch.empty(batch, kv_heads, blocks, dtype=torch.float32, device=q.device)
     if not scores.numel():
         return scores
@@ -119,8 +126,9 @@ def score(
     score_kernel[(-(-blocks // span), kv_heads, batch)](
         q, lengths.contiguous(), compressed, weight, norm_weight, inv_freq, scores,
         *q.stride(), *compressed.stride(), *weight.stride(), blocks, span, attention_scaling, width**-0.5,
-        BLOCK_SIZE=block_size, GROUP=group, DIM=dim, WIDTH=width, HALF=half, PADDED_HALF=padded(half),
-        CHUNK=SCORE_CHUNK // 2 if width > 128 else SCORE_CHUNK, EPS=NORM_EPS, num_warps=THREADS // gpu.warp_size,
+        BLOCK_SIZE=block_size, QUERIES=queries // kv_heads, HEADS=heads, DIM=dim, WIDTH=width, HALF=half,
+        PADDED_HALF=padded(half), CHUNK=SCORE_CHUNK // 2 if width > 128 else SCORE_CHUNK, EPS=NORM_EPS,
+        num_warps=THREADS // gpu.warp_size,
     )  # fmt: skip
     return scores
 
