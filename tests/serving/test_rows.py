@@ -1,5 +1,6 @@
 """Layers that share a step's intermediate results get the results that each computes alone, to the last bit."""
 
+import sys
 from types import SimpleNamespace
 from typing import Any, ClassVar
 
@@ -11,6 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 from seergate import GateConfig
 from seergate.gates.gate import AttnGate
 from seergate.methods import make_method
+from seergate.serving.common import scoring
 from seergate.serving.common.rope import Unrotation
 from seergate.serving.common.rows import Rows
 from seergate.serving.vllm.attention import Counts, Plan, SparseAttention
@@ -138,3 +140,12 @@ def test_a_layer_after_the_first_of_a_step_runs_few_operators() -> None:
     alone = [step([cache])[0] for cache in caches]
     assert all(torch.equal(a, b) for a, b in zip(shared, Tables.noted, strict=True))
     assert max(further) <= 55 < 120 < min(alone), (first, alone, further)
+
+
+@pytest.mark.parametrize("q_pooling", ["proj", "none", "avgproj"])
+def test_the_kernels_of_a_server_have_one_projected_query_per_kv_head(q_pooling: str, monkeypatch) -> None:
+    """They add up the projections of a group's heads; other gates are scored by their own `step_scores`."""
+    monkeypatch.setattr(scoring, "choose", lambda device: "triton")
+    monkeypatch.setitem(sys.modules, "seergate.ops.triton_impl.selection", SimpleNamespace(MAX_BLOCKS=100))
+    gate = AttnGate(GateConfig(SIZE, E, q_pooling=q_pooling, rope=False), geometry(K * G, K, D))
+    assert gate_scores(gate, None).in_kernels(torch.device("cuda"), 100) == (q_pooling == "proj")

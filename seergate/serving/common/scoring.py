@@ -67,7 +67,7 @@ class GateScores(Scores):
         self.gate, self.unrotate = gate, unrotate
         self.width, self.dtype = gate.config.gate_dim, gate.k_proj.weight.dtype
         self.numbers = self.width
-        self.projects_queries = isinstance(gate, AttnGate) and gate.config.q_pooling in ("proj", "none")
+        self.one_query_per_head = isinstance(gate, AttnGate) and gate.config.q_pooling == "proj"
 
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
         size = keys_NKSD.shape[2]
@@ -81,7 +81,7 @@ class GateScores(Scores):
         return self.gate.step_scores(self.unrotate.undo(query_RHD, inverse), rows, summary_RKNW)
 
     def in_kernels(self, device: torch.device, blocks: int) -> bool:
-        if not self.projects_queries or self.dtype.itemsize > 4 or choose(device) != "triton":
+        if not self.one_query_per_head or self.dtype.itemsize > 4 or choose(device) != "triton":
             return False
         from seergate.ops.triton_impl.selection import MAX_BLOCKS
 
