@@ -1,4 +1,4 @@
-# make demo | test | test-vllm | test-sglang | test-newest | pins | soak | results | stages | docs | lint | format | install | clean. Everything is installed into .venv, once; a second call is instant.
+# make demo | test | test-slow | test-vllm | test-sglang | test-newest | pins | soak | results | stages | docs | lint | format | install | clean. Everything is installed into .venv, once; a second call is instant.
 #
 #   make PYTHON=python3.12 install      another interpreter
 #   make JOBS=8 test                    more test processes (default 2)
@@ -15,11 +15,12 @@ pinned = PIP_CONSTRAINT="$(1)" PIP_BUILD_CONSTRAINT="$(1)"
 
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help install demo test test-vllm test-sglang test-newest pins soak results stages docs lint format clean
+.PHONY: help install demo test test-slow test-vllm test-sglang test-newest pins soak results stages docs lint format clean
 
 help:
 	@echo "make demo     install, then train, decode and evaluate the tiny model, and write a report"
-	@echo "make test     install, then ruff, import-linter, mypy and the tests"
+	@echo "make test     install, then ruff, import-linter, mypy and the tests, but for those that take over 10 seconds each"
+	@echo "make test-slow  install, then these: kernels in the interpreter, compiled models, runs that are killed"
 	@echo "make test-vllm  .venv-vllm with vLLM for CPUs, then the tests of the plugin, which 'make test' leaves out"
 	@echo "make test-sglang  .venv-sglang with SGLang, then the tests of the plugin, which 'make test' leaves out"
 	@echo "make test-newest  .venv-newest with the newest release of everything, then a short selection of the tests (10 minutes)"
@@ -103,7 +104,10 @@ test-newest:
 # One torch thread per process is set in tests/conftest.py, so JOBS processes use JOBS cores. A process without tests left
 # takes some of another's.
 test: lint
-	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'not soak and not slow'
+
+test-slow: install
+	$(BIN)/python -m pytest -n $(JOBS) --dist worksteal -m 'slow and not soak'
 
 # What takes too long for every day: kills by the dozen, fuzzing, thousands of steps, every documented command.
 soak: install

@@ -70,7 +70,9 @@ def test_every_benchmark_is_run_somewhere() -> None:
     assert files == SMALL.keys() | TINY.keys() | ELSEWHERE.keys() | PARTS
 
 
-@pytest.mark.parametrize("name", TINY)
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=pytest.mark.slow if name == "distill_model" else ()) for name in TINY]
+)
 def test_tiny_ones_run_and_record(name: str, tmp_path: Path) -> None:
     runs = ["--runs", str(tmp_path / "runs")] * (name == "tiny_reasoner")
     assert recorded(name, tmp_path, *runs)["rows"]
@@ -239,6 +241,18 @@ def test_steps_of_a_model_whose_configuration_has_no_width_of_heads(monkeypatch:
     assert ways["gate"].cache.layers[0].keys.shape[-1] == head_dim_of(model)
 
 
+SHORT_STEPS = "--lengths 64 --batches 1 --rounds 1 --tokens 3"
+
+
+@pytest.mark.slow
+def test_a_compiled_step_is_timed(tmp_path: Path) -> None:
+    given = f"--model {random_model(tmp_path / 'tiny')} --output {tmp_path} --threads 1 --block-size 16 {SHORT_STEPS}"
+    done = run_script("benchmarks/serving.py", *given.split(), "--ways", "hf_gate", "hf_gate_compiled")
+    assert done.returncode == 0, done.stderr
+    (row,) = record_of(tmp_path)["rows"]
+    assert row["step_median_ms"].keys() == {"hf_gate", "hf_gate_compiled"}
+
+
 def test_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part of a random model, one of them in two goes; the table and the figure have what there is."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -257,7 +271,7 @@ def test_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         return done.stdout
 
     short = "--problems 2 --max-new-tokens 4 --method dense,gate"
-    part("texts", "--problems 2 --task perplexity:length=640:scored=64")
+    part("texts", "--problems 2 --task perplexity:length=592:scored=16")
     (tmp_path / "shots.jsonl").write_text('{"question": "2 + 1?", "answer": "3.\\n#### 3"}\n' * 4)
     part("gsm8k", f"{short} --task-source {tmp_path}/sums.jsonl --shots-source {tmp_path}/shots.jsonl")
     (tmp_path / "math.jsonl").write_text('{"problem": "1 + 1?", "answer": "2"}\n' * 4)
@@ -268,7 +282,7 @@ def test_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     part("humaneval", f"{anew} --runs {tmp_path}/anew")  # the row of the gate without rectification stays
     (tmp_path / "before.py").write_text("ONE = 1\n")
     part("long", f"{short} --data {tmp_path}/before.py")
-    part("times", "--ways hf_static hf_gate hf_gate_compiled --lengths 64 --batches 1 --rounds 1 --tokens 3")
+    part("times", f"--ways hf_static hf_gate {SHORT_STEPS}")
     record = json.loads((tmp_path / "board.json").read_text())
     assert record["options"]["parts"].keys() == {f"tiny/{name}" for name in board.PARTS if name != "needles"}
     assert [row["method"] for row in record["rows"] if row["part"] == "humaneval"] == [

@@ -28,6 +28,7 @@ def check_everything(folder: Path, *steps: str) -> dict:
     return {name: step["rows"] for name, step in record["steps"].items()}
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.cuda.is_available(), reason="on a GPU the whole plan runs")
 @pytest.mark.timeout(600)
 def test_the_plan_without_a_gpu(tmp_path):

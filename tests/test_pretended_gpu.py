@@ -23,6 +23,7 @@ def missing() -> str | None:
     return None
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(missing() is not None, reason=missing() or "")
 @pytest.mark.timeout(1800)
 def test_on_a_pretended_gpu() -> None:

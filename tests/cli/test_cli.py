@@ -164,6 +164,7 @@ def started(*arguments, stdout=subprocess.DEVNULL, cwd=ROOT, preexec_fn=None):
     return subprocess.Popen(command, cwd=cwd, env=ENVIRONMENT, text=True, preexec_fn=preexec_fn, **streams)
 
 
+@pytest.mark.slow
 def test_interrupting_is_130_without_a_traceback(saved, tmp_path):
     process = started(
         *("eval", "--task", "chain_sum", "--model", saved, "--method", "dense", "--problems", "400"),
@@ -213,6 +214,7 @@ def test_an_output_that_cannot_be_made_is_told(saved, tmp_path):
         assert f"in a directory named ~; write {Path.home()}/runs" in message
 
 
+@pytest.mark.slow
 def test_an_output_that_nobody_reads_ends_the_command_with_141(saved, tmp_path):
     read, write = os.pipe()
     os.close(read)
@@ -229,6 +231,7 @@ SHORT = ["--max-steps", "20", "--max-length", "512", "--packs-per-step", "1", "-
 ROWS, FEW = ["--data-limit", "60"], ["--max-new-tokens", "8"]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("arguments", "limit", "said"),
     [

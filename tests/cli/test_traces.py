@@ -39,6 +39,7 @@ def rows(path: Path) -> list[dict]:
     return sorted((json.loads(line) for line in path.read_text().splitlines()), key=lambda row: row["row"])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("method", ["dense", pytest.param("gate:token_budget=64", marks=pytest.mark.soak)])
 def test_the_tiny_reasoner_answers_and_what_is_missing_is_made(tmp_path, method):
     out = tmp_path / "traces.jsonl"

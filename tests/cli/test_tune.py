@@ -148,6 +148,7 @@ sys.exit(main.main(sys.argv[2:]))
 """With "stop", a run that gets SIGTERM as training ends."""
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_all_of_it_killed_and_continued(model, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

@@ -419,6 +419,7 @@ def test_a_model_of_which_the_last_layers_were_taken(where, monkeypatch):
         assert torch.equal(model.generate(ids, past_key_values=caches[1], max_new_tokens=4), want)
 
 
+@pytest.mark.slow
 def test_layers_that_are_compiled_and_layers_that_are_not_share_a_pass():
     """Beyond the compiler's limit of recompilations, the other layers run uncompiled; the first one knows no slots."""
     layers = torch._dynamo.config.recompile_limit + 2
@@ -431,6 +432,7 @@ def test_layers_that_are_compiled_and_layers_that_are_not_share_a_pass():
         assert torch.equal(model.generate(ids, **options), want)
 
 
+@pytest.mark.slow
 @torch.no_grad()
 def test_a_compiled_model_with_windows_and_a_dynamic_cache():
     """The compiler reads the lengths of a cache as symbols."""

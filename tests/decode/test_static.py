@@ -305,6 +305,7 @@ def test_generate_goes_on_with_a_static_cache_under_another_handle(model):
     assert counters["stats"]["unique_graphs"] == 1 and not counters["graph_break"]
 
 
+@pytest.mark.slow
 def test_generate_compiles_a_step_as_one_graph_without_breaks(model):
     """One graph serves every step, both banks of gates and a second handle; outputs and figures are the eager ones."""
     inputs = left_padded([prompt(13, 1), prompt(29, 2)])
@@ -446,6 +447,7 @@ def test_generate_does_not_compile_layers_whose_keys_later_layers_read():
     assert not counters["stats"]
 
 
+@pytest.mark.slow
 def test_the_first_sparse_step_of_a_process_may_be_a_compiled_one():
     """A compiler cannot import what computes an op; in this process, earlier tests have imported it."""
     code = """

@@ -108,6 +108,7 @@ VARIANTS: dict[str, dict[str, Any]] = {
 """The second to fourth share packs, and the fourth is over sooner; the last two have packs of the same samples."""
 
 
+@pytest.mark.slow
 def test_runs_in_one_forward_end_as_each_does_alone(config, tmp_path, monkeypatch):
     config = replace(config, max_steps=4, eval_steps=2, save_steps=1, save_total_limit=1, recall_budgets=(64,))
     config = replace(config, max_length=1536)  # no sample is longer

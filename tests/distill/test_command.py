@@ -91,6 +91,7 @@ def test_of_the_systems_errors_those_about_files_are_the_users(rank, capsys):
         guarded(partial(fail, OSError("the network is down")), command.print_error)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("broken", "text"),
     [

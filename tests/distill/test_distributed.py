@@ -179,6 +179,7 @@ raise SystemExit(train.main(["--model", "tiny-reasoner", "--output-dir", "unused
 """
 
 
+@pytest.mark.slow
 def test_a_process_that_fails_alone_says_so_and_ends_while_another_waits_for_it(tmp_path: Path) -> None:
     waiting, failed = pair(["-c", ONE_FAILS], places=(tmp_path, tmp_path), seconds=180)
     assert (waiting.returncode, failed.returncode) == (2, 2)

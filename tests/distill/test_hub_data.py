@@ -87,6 +87,7 @@ def read(hub: Hub, tmp_path: Path, *cases: dict, **settings: str) -> list:
     return [json.loads(line) for line in output.splitlines()]
 
 
+@pytest.mark.slow
 def test_streaming_and_downloading_give_the_same_rows(hub, rows, tmp_path):
     """Over a connection that breaks off once, and a server that twice answers with an error."""
     sha = hub.repos["datasets/org/rows"].refs["main"]
@@ -101,6 +102,7 @@ def test_streaming_and_downloading_give_the_same_rows(hub, rows, tmp_path):
     assert rest == [20, rows[60], rows[79], sha] and other == [80, rows[0], rows[79], sha]
 
 
+@pytest.mark.slow
 def test_what_cannot_be_loaded_is_one_sentence_that_says_why(hub, tmp_path):
     wrong = [{"data": "org/none"}, {"data": "org/secret"}, {"data_config": "middle"}, {"data_split": "test"}]
     wrong.append({"data_revision": "v9"})
@@ -118,6 +120,7 @@ def test_what_cannot_be_loaded_is_one_sentence_that_says_why(hub, tmp_path):
     assert count == 60, "with a token"
 
 
+@pytest.mark.slow
 def test_without_the_hub_the_data_are_of_the_commit_that_is_said(hub, rows, tmp_path):
     """What `datasets` finds in its cache is the newest of what was downloaded, whatever was asked for."""
     repo = hub.repos["datasets/org/rows"]

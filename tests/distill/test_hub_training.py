@@ -75,6 +75,7 @@ def interrupted(run_dir: Path) -> dict[str, torch.Tensor]:
     return gates
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("streaming", [[], pytest.param(["--streaming"], marks=pytest.mark.soak)], ids=str)
 def test_what_others_commit_does_not_end_a_run(hub, model_dir, tmp_path, streaming):
     places = {"revision": "org/base", "data_revision": "datasets/org/rows"}

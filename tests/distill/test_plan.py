@@ -178,6 +178,7 @@ def test_activations_agree_with_the_allocator(shape: str) -> None:
     assert activation_bytes(model, bank, run, CPU) == pytest.approx(measured, rel=0.15)
 
 
+@pytest.mark.slow
 @pytest.mark.plain_empty
 def test_the_total_of_a_step_agrees_with_the_allocator() -> None:
     """The widths of Qwen3-0.6B: a pack, the optimizer's first step, and everything that is held beside them."""

@@ -106,6 +106,7 @@ def train(runs: list[TrainConfig], tmp_path: Path) -> str:
     return done[0].stdout
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)  # four runs
 def test_a_divided_model_trains_the_same_gates_bit_for_bit(reasoner: TrainConfig, tmp_path: Path) -> None:
     """Two packs a step, which two processes add up in any order alike; then one, of which the second has nothing."""

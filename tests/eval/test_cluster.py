@@ -67,7 +67,7 @@ def ray_cluster():
 @pytest.mark.soak
 def test_workers_make_what_one_process_makes(tmp_path, saved, alone):
     """Several settings, and gates of several block sizes, which every worker loads. Somebody else's cluster on the
-    machine is left alone. `make test` has one setting, in a cluster that the test starts.
+    machine is left alone. `make test-slow` has one setting, in a cluster that the test starts.
     """
     others = ray_cluster()
     try:
@@ -77,7 +77,7 @@ def test_workers_make_what_one_process_makes(tmp_path, saved, alone):
     assert json.dumps(alone["gate-32-b8"]) != json.dumps(alone["gate-32-b16"])
 
 
-def with_a_node_lost(out, saved, after, delay):
+def with_a_node_lost(out, saved, options, after, delay):
     """A run on two nodes, of which one is removed when so many samples are there; and how many there were."""
     cluster = ray_cluster()
     try:
@@ -89,7 +89,7 @@ def with_a_node_lost(out, saved, after, delay):
                 lost.set()
                 threading.Timer(delay, cluster.remove_node, (second,), {"allow_graceful": False}).start()
 
-        options = replace(OPTIONS, on_progress=remove, max_new_tokens=400)
+        options = replace(options, on_progress=remove)
         result = run(out, saved, specs=SPECS[1:2], options=options, workers=2, ray_address=cluster.address)
         assert lost.is_set() and len(cluster.list_all_nodes()) == 1
         return result
@@ -97,10 +97,11 @@ def with_a_node_lost(out, saved, after, delay):
         cluster.shutdown()
 
 
+@pytest.mark.slow
 def test_the_samples_of_a_lost_node_are_made_by_another(tmp_path, saved):
-    options = replace(OPTIONS, max_new_tokens=400)
+    options = replace(OPTIONS, max_new_tokens=120)
     whole = run(tmp_path / "whole", saved, specs=SPECS[1:2], options=options)
-    assert with_a_node_lost(tmp_path / "lost", saved, after=1, delay=0) == whole
+    assert with_a_node_lost(tmp_path / "lost", saved, options, after=1, delay=0) == whole
 
 
 @pytest.mark.soak
@@ -109,7 +110,7 @@ def test_a_node_is_lost_at_ten_moments(tmp_path, saved):
     options, moments = replace(OPTIONS, max_new_tokens=400), random.Random(0)
     whole = run(tmp_path / "whole", saved, specs=SPECS[1:2], options=options)
     for number in range(10):
-        result = with_a_node_lost(tmp_path / str(number), saved, moments.randrange(1, 8), moments.uniform(0, 1))
+        result = with_a_node_lost(tmp_path / str(number), saved, options, moments.randrange(1, 8), moments.uniform(0, 1))
         assert result == whole
 
 

@@ -66,6 +66,7 @@ def bytes_of(directory):
     return sample[MEASURES["resident"]]
 
 
+@pytest.mark.slow
 def test_what_is_matched_holds_so_many_bytes(tmp_path):
     texts = ["gate", "h2o:interval=4", "snapkv:window=6:interval=8", "rpc:interval=16:window=4", "kv4bit:residual=32"]
     results, chosen, records = run(tmp_path, "resident", texts, [64, 150])
@@ -95,6 +96,7 @@ def test_retention_gates_are_matched_by_the_token(tmp_path):
     assert record["value"] % 8 and record["bytes"] == pytest.approx(66 * TOKENS, rel=CLOSE)
 
 
+@pytest.mark.slow
 def test_what_is_matched_reads_so_many_bytes(tmp_path):
     results, _, records = run(tmp_path, "read", ["gate", "quest", "tova", "snapkv+gate:read_budget=32:window=6"], [96])
     bytes_per_step = {r["method"]: results[r["label"]]["bytes_read_per_step"] for r in records if r["matched"]}
@@ -105,6 +107,7 @@ def test_what_is_matched_reads_so_many_bytes(tmp_path):
     assert budgets["gate"] < 96 and budgets["quest"] < budgets["gate"], "what is read to decide is paid for"
 
 
+@pytest.mark.slow
 def test_shares_and_thresholds_are_found_at_equal_bytes(tmp_path):
     """With ``auto``, of any method that selects; the sweep then runs the value that is nearest in bytes."""
     texts = ["gate", "gate:budget_share=auto", "gate:threshold=auto", "quest:budget_share=auto"]
@@ -126,6 +129,7 @@ def command(tmp_path):
     return ["eval", "--task", "chain_sum", "--model", model, *small]
 
 
+@pytest.mark.slow
 def test_a_matched_sweep_by_command_goes_on_where_it_was(command, tmp_path, monkeypatch):
     """Nothing is measured again; for another budget, or blocks of another size, only what is new."""
     methods = "dense,streaming_llm:interval=4,lazy_eviction:window=auto:alpha=0.04"
@@ -146,6 +150,7 @@ def test_a_matched_sweep_by_command_goes_on_where_it_was(command, tmp_path, monk
     assert more["matches"][:2] == kept["matches"]
 
 
+@pytest.mark.slow
 def test_a_matched_sweep_with_other_blocks_or_layers_is_matched_anew(command, tmp_path):
     """The setting may have the name of an existing one, and is refused then."""
     keys, command = set(), [*command, "--budget", "100", "--match", "read", "--method", "dense,quest", "--block-size"]
@@ -193,6 +198,7 @@ def test_a_budget_that_is_given_with_a_method_is_its_own():
     assert budget_option_of(grid(["rpc"], [64], 8)[0]) == "ratio"
 
 
+@pytest.mark.slow
 def test_what_has_a_budget_of_its_own_is_run_and_matched_to(tmp_path):
     """The same setting, come by twice, is run once."""
     _, chosen, records = run(tmp_path, "read", ["quest:token_budget=56", "quest", "tova"], [96])

@@ -56,6 +56,7 @@ def test_reasoning_that_was_cut_is_no_answer(tmp_path):
     assert regrade(tmp_path / "opened").after == 1
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     "kills", [1, pytest.param(50, marks=[pytest.mark.soak, pytest.mark.timeout(3000)])], ids=["short", "storm"]
 )
@@ -216,6 +217,7 @@ def test_damage_is_told(tmp_path):
         refused(message, small, tmp_path)
 
 
+@pytest.mark.slow
 def test_sweep_measures_recall_on_one_set_of_contexts(tmp_path):
     task = make_task("chain_sum", problems=3, variables=8)
     specs = grid(["random", "dense", "oracle", "streaming_llm"], [48, 4096], 16)

@@ -35,6 +35,7 @@ def test_no_file_is_forgotten() -> None:
     assert {f"triton/{path.stem}" for path in Path(__file__).parent.glob("triton/test_*.py")} <= listed
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(
     release(triton.__version__) < (3, 7) and release(numpy.__version__) >= (2, 4),
     reason="the interpreter of Triton 3.6 turns arrays of one number into int, which NumPy 2.4 refuses",

@@ -39,6 +39,7 @@ def test_figures_are_drawn(name, tmp_path):
 OF_OTHERS = [name for name in FIGURES if name not in OF_SEER]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", support.mostly_soak(OF_OTHERS, "rpc8"))
 def test_figures_of_the_other_papers(name, tmp_path):

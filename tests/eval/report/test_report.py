@@ -187,6 +187,7 @@ def test_unfinished_runs_without_a_common_problem_are_reported_on(runs):
     assert not any("may be chance" in line for line in cautions(sweep))
 
 
+@pytest.mark.slow
 def test_settings_are_compared_with_those_that_were_asked_the_same_way(runs):
     """By what no weight and no problem shows."""
     plain, yarn = {"rope_type": "default"}, {"rope_type": "yarn", "factor": 4.0}
