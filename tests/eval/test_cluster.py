@@ -110,7 +110,9 @@ def test_a_node_is_lost_at_ten_moments(tmp_path, saved):
     options, moments = replace(OPTIONS, max_new_tokens=400), random.Random(0)
     whole = run(tmp_path / "whole", saved, specs=SPECS[1:2], options=options)
     for number in range(10):
-        result = with_a_node_lost(tmp_path / str(number), saved, options, moments.randrange(1, 8), moments.uniform(0, 1))
+        result = with_a_node_lost(
+            tmp_path / str(number), saved, options, moments.randrange(1, 8), moments.uniform(0, 1)
+        )
         assert result == whole
 
 
