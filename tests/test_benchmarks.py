@@ -16,6 +16,8 @@ from tests.distill.conftest import byte_tokenizer
 from tests.support.models import tiny_model
 from tests.support.running import ROOT, Done, run_script
 
+pytestmark = pytest.mark.slow
+
 # Smaller models and fewer repetitions; contexts keep their default lengths, which decide how caches grow.
 HEADS = "--threads 1 --kv-heads 2 --head-dim 16"
 SMALL = {
@@ -70,9 +72,7 @@ def test_every_benchmark_is_run_somewhere() -> None:
     assert files == SMALL.keys() | TINY.keys() | ELSEWHERE.keys() | PARTS
 
 
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name == "distill_model" else ()) for name in TINY]
-)
+@pytest.mark.parametrize("name", TINY)
 def test_tiny_ones_run_and_record(name: str, tmp_path: Path) -> None:
     runs = ["--runs", str(tmp_path / "runs")] * (name == "tiny_reasoner")
     assert recorded(name, tmp_path, *runs)["rows"]
@@ -244,7 +244,6 @@ def test_steps_of_a_model_whose_configuration_has_no_width_of_heads(monkeypatch:
 SHORT_STEPS = "--lengths 64 --batches 1 --rounds 1 --tokens 3"
 
 
-@pytest.mark.slow
 def test_a_compiled_step_is_timed(tmp_path: Path) -> None:
     given = f"--model {random_model(tmp_path / 'tiny')} --output {tmp_path} --threads 1 --block-size 16 {SHORT_STEPS}"
     done = run_script("benchmarks/serving.py", *given.split(), "--ways", "hf_gate", "hf_gate_compiled")

@@ -37,6 +37,7 @@ def test_kept_as_source_only(notebook: Path) -> None:
     assert f"github/seergate/seergate/blob/main/docs/notebooks/{notebook.name}" in first, "opens on Colab"
 
 
+@pytest.mark.slow
 def test_decode_and_look(capsys: pytest.CaptureFixture[str]) -> None:
     names, page = run(ROOT / "docs" / "notebooks" / "decode_and_look.ipynb")
     output = capsys.readouterr().out
@@ -46,6 +47,7 @@ def test_decode_and_look(capsys: pytest.CaptureFixture[str]) -> None:
     assert page._repr_html_().startswith("<iframe srcdoc=") and "&lt;script" in page._repr_html_()
 
 
+@pytest.mark.slow
 def test_train_gates(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     monkeypatch.setenv("MPLBACKEND", "agg")
     names, _ = run(ROOT / "docs" / "notebooks" / "train_gates.ipynb")

@@ -303,6 +303,7 @@ def test_a_cache_that_cannot_be_made_is_named(tmp_path, monkeypatch):
     assert f"the output {tmp_path}/home/.cache/seergate/tokens cannot be made" in error
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("scorer", ["attn_gate", "fast_kvzip"])
 def test_training_names_the_command_that_evaluates_its_gates(tmp_path, scorer):
     out = tmp_path / "my gates"

@@ -43,6 +43,7 @@ def runs(tmp_path_factory):
     return root / "runs"
 
 
+@pytest.mark.slow
 def test_a_sweep_makes_every_setting_once_and_goes_on(runs):
     sparse = {f"oracle-32-b{size}{dense}" for size in (8, 16) for dense in ("", "-dense0")}
     made = {path.name for path in runs.iterdir() if path.is_dir()}

@@ -105,6 +105,7 @@ def test_offloaded_is_in_memory(deep, bank, name):
     assert result[2]["bytes_fetched_per_step"] > 0
 
 
+@pytest.mark.slow
 def test_steps_on_a_static_cache_eager_and_compiled(deep, bank):
     """As one graph without breaks."""
     decoded_as_one_graph(deep, bank, batch(), anchors=PLAN, threshold=0.05)

@@ -238,6 +238,7 @@ def generates(model, reference: ReferenceRow, draw: random.Random) -> None:
         assert int(row.read([sequence[-1], *text])[-1].argmax()) == answer[-1]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("part", [0, *(pytest.param(part, marks=pytest.mark.soak) for part in range(1, 11))])
 def test_random_requests_against_the_slow_decoder(part):
     draw = random.Random(part)

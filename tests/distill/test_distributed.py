@@ -108,6 +108,7 @@ def test_a_rank_above_the_number_of_processes_is_refused(monkeypatch):
         init_distributed()
 
 
+@pytest.mark.slow
 def test_a_failure_of_one_is_known_to_all_and_said_once():
     """A slow process is waited for longer than the library would."""
     done = pair(["-c", FATES])

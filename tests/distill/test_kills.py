@@ -15,6 +15,7 @@ from tests.support.running import ROOT
 pytestmark = pytest.mark.skipif(not sys.platform.startswith("linux"), reason="forks a process that has loaded PyTorch")
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("kills", [4, pytest.param(15, marks=pytest.mark.soak)])
 def test_killed_anywhere_it_ends_bit_identical(config: TrainConfig, kills: int) -> None:
     fell = storm(replace(config, packs_per_step=1, eval_packs=1), kills=kills)

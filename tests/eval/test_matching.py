@@ -87,6 +87,7 @@ def test_what_is_matched_holds_so_many_bytes(tmp_path):
     assert len(set(labels)) == len(labels) and "gate" not in {spec.name for spec in chosen}
 
 
+@pytest.mark.slow
 def test_retention_gates_are_matched_by_the_token(tmp_path):
     """Their blocks are no unit of what they hold. Options that no budget fits are told."""
     with pytest.raises(SeergateError, match="'snapkv' takes no token budget of up to"):

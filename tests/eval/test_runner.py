@@ -251,6 +251,7 @@ def test_sweep_measures_recall_on_one_set_of_contexts(tmp_path):
     assert "some/model" in text
 
 
+@pytest.mark.slow
 def test_settings_that_come_later_are_measured_on_the_same_contexts(tmp_path):
     """And what was measured on others is measured anew."""
 

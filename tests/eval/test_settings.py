@@ -169,6 +169,7 @@ def test_gates_are_evaluated_as_they_ask_to_be():
         MethodSpec("h2o+gate", 64, options={"read_budget": 32}).method(bank)
 
 
+@pytest.mark.slow
 def test_sharing_nothing_answers_as_the_method_that_reads(tmp_path):
     """`reason_cache+gate` goes through the engine on pages, and what it reads is chosen by the gate."""
     model = AutoModelForCausalLM.from_pretrained(support.save(tmp_path / "model")).eval()

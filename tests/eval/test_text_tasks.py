@@ -37,6 +37,7 @@ def data(tmp_path):
     return write_texts(tmp_path / "texts.jsonl", 150, range(4))
 
 
+@pytest.mark.slow
 def test_texts_are_scored_and_reported(tmp_path, data, monkeypatch):
     model, tokenizer = support.model(), support.tokenizer()
     task = make_task("perplexity:length=120:scored=24", data=data)
@@ -80,6 +81,7 @@ def test_texts_are_scored_and_reported(tmp_path, data, monkeypatch):
     assert "](kl.png)" in page and "KL, 99th percentile |" in page and "nan" not in page
 
 
+@pytest.mark.slow
 def test_settings_are_compared_with_the_first_gates_at_the_same_budget(tmp_path):
     model, tokenizer = support.model(), support.tokenizer()
     banks = {name: GateBank.for_model(model, GateConfig(8, 16, scorer=name)) for name in ("attn_gate", "msa")}

@@ -138,6 +138,7 @@ class RecentTokens(Calibration):
         return json.loads(path.read_text())["value"]
 
 
+@pytest.mark.slow
 def test_evaluation_asks_a_new_method(answering, capsys):
     """Matching, calibration, report, the command line and vLLM's checks: none needs to know it."""
     arguments = ["--problems", "2", "--variables", "5", "--max-new-tokens", "40", "--budget", "32"]

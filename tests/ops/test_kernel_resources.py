@@ -154,6 +154,7 @@ def test_no_kernel_takes_a_wide_float():
     assert not [x for kernel in kernels for x in kernel.params if x.annotation_type.startswith(("fp", "bf"))]
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("gpu", grid([(H200,)], GPUS), ids=lambda gpu: gpu.target)
 def test_one_configuration_of_each_kernel_compiled_anew(gpu):
