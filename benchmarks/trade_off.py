@@ -2,10 +2,10 @@
 
     python benchmarks/trade_off.py [NAME ...]
 
-The figure of the README has, on the left, the KL from dense attention on held-out texts against bytes read per step
-(`seergate eval --task perplexity`, `collect.py`) and, on the right, the time of a step against the number of rows, in
-vLLM and in transformers (`serving.py --model`). A second figure shows the KL against the number of anchor layers
-(`anchors.py`). Both are of a real model, SmolLM2-135M-Instruct. A third shows the board (`board.py`).
+The figure of the README has, on the left, the KL from dense attention on texts against bytes read per step, of
+Qwen2.5-Coder-0.5B (`board.py`) and, on the right, the time of a step against the number of rows, in vLLM and in
+transformers, of SmolLM2-135M (`serving.py --model`). A second figure shows the KL against the number of anchor layers
+of SmolLM2-135M (`anchors.py`). A third shows the whole board.
 """
 
 from __future__ import annotations
@@ -23,16 +23,9 @@ from common import RESULTS
 from seergate.eval.report.plots import DPI, pyplot, style
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "images"
-SPARSE = "gate, all sparse"
-DRAWN = {
-    "oracle": "oracle",
-    "gate, layers 7,18 dense": "gate",
-    SPARSE: "gate, all layers sparse",
-    "quest, all sparse": "quest",
-    "snapkv": "snapkv",
-    "streaming_llm": "streaming_llm",
-}
-"""Name in the results -> label."""
+TEXTS_OF = "qwen2.5-coder-0.5b"
+"""The model whose KL on texts is drawn in the README's figure."""
+DRAWN = ("oracle", "gate", "quest", "h2o", "snapkv", "streaming_llm")
 STEPS = {
     "vLLM, dense": ("vllm_dense", "dense", "-"),
     "vLLM, gates": ("vllm_gate", "gate", "-"),
@@ -41,17 +34,6 @@ STEPS = {
 }
 """Label of a line -> its name in the results, the method that gives its colour, and its line style."""
 PANELS_PER_LINE = 4
-
-
-def distances(results: Path) -> dict[str, list[tuple[float, float, float]]]:
-    """Method -> per budget, bytes read in percent of dense attention's, mean KL from it, standard error."""
-    rows = json.loads((results / "smollm2_texts.json").read_text(encoding="utf-8"))["rows"]
-    (dense,) = (row["bytes_read_per_step"] for row in rows if row["method"] == "dense")
-    points: dict[str, list[tuple[float, float, float]]] = {}
-    for row in sorted((row for row in rows if row["method"] in DRAWN), key=lambda row: row["budget"]):
-        point = 100 * row["bytes_read_per_step"] / dense, row["kl"], row["kl_se"]
-        points.setdefault(row["method"], []).append(point)
-    return {method: points[method] for method in DRAWN}
 
 
 def steps(results: Path) -> tuple[dict[str, dict[int, float]], dict[str, Any]]:
@@ -71,15 +53,11 @@ def draw(results: Path) -> Any:
     """Both panels as a figure of matplotlib."""
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.9), layout="constrained")
-    for method, points in distances(results).items():
-        shares, means, errors = zip(*points, strict=True)
-        drawn = style(method.partition(",")[0]) | ({"linestyle": ":"} if method == SPARSE else {})
-        left.errorbar(shares, means, errors, label=DRAWN[method], capsize=3, **drawn)
-    left.set_yscale("log")
-    left.set_xlim(0, 100)
+    rows = _rows_of(results, TEXTS_OF, "texts")
+    _panel_of_methods(left, [row for row in rows if row["method"] in ("dense", *DRAWN)])
     left.set(xlabel="bytes read per step (% of dense attention's)", ylabel="KL from dense attention (nats per token)")
-    left.set_title("SmolLM2-135M: 8 texts of 2,560 tokens", fontsize=11)
-    left.legend(loc="upper right")
+    left.set_title(f"Qwen2.5-Coder-0.5B: {rows[0]['n_problems']} texts of 2,560 tokens", fontsize=11)
+    left.legend()
 
     lines, options = steps(results)
     for label, points in lines.items():
@@ -128,10 +106,9 @@ def draw_anchors(results: Path) -> Any:
 
 def draw_board(results: Path) -> Any:
     """The board: a panel per part of a model that was measured, in lines of at most four."""
-    rows = json.loads((results / "board.json").read_text(encoding="utf-8"))["rows"]
     panels: dict[tuple[str, str], list[dict[str, Any]]] = {}
     for part, model in product(PARTS, MODELS):
-        own = [row for row in rows if (row["model"], row["part"]) == (model, part)]
+        own = _rows_of(results, model, part)
         if any(row["method"] == "dense" for row in own):
             panels[f"{model}: {PARTS[part].title}", part] = own
     lines = -(-len(panels) // PANELS_PER_LINE)
@@ -150,6 +127,12 @@ def draw_board(results: Path) -> Any:
     }
     figure.legend(labels.values(), labels.keys(), loc="outside right center", frameon=False)
     return figure
+
+
+def _rows_of(results: Path, model: str, part: str) -> list[dict[str, Any]]:
+    """The board's rows of a part of a model."""
+    rows = json.loads((results / "board.json").read_text(encoding="utf-8"))["rows"]
+    return [row for row in rows if (row["model"], row["part"]) == (model, part)]
 
 
 def _panel_of_methods(axes: Any, rows: list[dict[str, Any]]) -> None:

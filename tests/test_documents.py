@@ -38,8 +38,9 @@ def test_the_figure_of_the_readme_draws_the_results(monkeypatch: pytest.MonkeyPa
     trade_off = runpy.run_path(str(ROOT / "benchmarks/trade_off.py"))
     left, right = trade_off["draw"](ROOT / "benchmarks/results").axes
     (gate,) = (line for line in left.containers if line.get_label() == "gate")
-    rows = json.loads((ROOT / "benchmarks/results/smollm2_texts.json").read_text())["rows"]
-    kl = {row["budget"]: row["kl"] for row in rows if row["method"] == "gate, layers 7,18 dense"}
+    rows = json.loads((ROOT / "benchmarks/results/board.json").read_text())["rows"]
+    texts = (row for row in rows if (row["model"], row["part"]) == ("qwen2.5-coder-0.5b", "texts"))
+    kl = {row["budget"]: row["kl"] for row in texts if row["method"] == "gate"}
     assert list(gate.lines[0].get_ydata()) == [kl[256], kl[512], kl[1024]]
     assert len(right.lines) == 4
     for line in right.lines:
