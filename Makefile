@@ -19,8 +19,8 @@ pinned = PIP_CONSTRAINT="$(1)" PIP_BUILD_CONSTRAINT="$(1)"
 
 help:
 	@echo "make demo     install, then train, decode and evaluate the tiny model, and write a report"
-	@echo "make test     install, then ruff, import-linter, mypy and the tests, but for those of several seconds each"
-	@echo "make test-slow  install, then those: kernels in the interpreter, compiled models, killed runs, benchmarks"
+	@echo "make test     install, then ruff, import-linter, mypy, and the tests except those marked slow"
+	@echo "make test-slow  install, then the tests marked slow: kernels in the interpreter, compiled models, killed runs, benchmarks"
 	@echo "make test-vllm  .venv-vllm with vLLM for CPUs, then the tests of the plugin, which 'make test' leaves out"
 	@echo "make test-sglang  .venv-sglang with SGLang, then the tests of the plugin, which 'make test' leaves out"
 	@echo "make test-newest  .venv-newest with the newest release of everything, then a short selection of the tests (10 minutes)"

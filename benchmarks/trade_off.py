@@ -25,7 +25,7 @@ from seergate.eval.report.plots import DPI, pyplot, style
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "images"
 TEXTS_OF = "qwen2.5-coder-0.5b"
 """The model whose KL on texts is drawn in the README's figure."""
-DRAWN = ("oracle", "gate", "quest", "h2o", "snapkv", "streaming_llm")
+DRAWN = ("oracle", "gate", "quest", "resa", "h2o")
 STEPS = {
     "vLLM, dense": ("vllm_dense", "dense", "-"),
     "vLLM, gates": ("vllm_gate", "gate", "-"),

@@ -16,8 +16,6 @@ from tests.distill.conftest import byte_tokenizer
 from tests.support.models import tiny_model
 from tests.support.running import ROOT, Done, run_script
 
-pytestmark = pytest.mark.slow
-
 # Smaller models and fewer repetitions; contexts keep their default lengths, which decide how caches grow.
 HEADS = "--threads 1 --kv-heads 2 --head-dim 16"
 SMALL = {
@@ -72,6 +70,7 @@ def test_every_benchmark_is_run_somewhere() -> None:
     assert files == SMALL.keys() | TINY.keys() | ELSEWHERE.keys() | PARTS
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", TINY)
 def test_tiny_ones_run_and_record(name: str, tmp_path: Path) -> None:
     runs = ["--runs", str(tmp_path / "runs")] * (name == "tiny_reasoner")
@@ -82,6 +81,7 @@ def test_tiny_ones_run_and_record(name: str, tmp_path: Path) -> None:
         assert {row["method"] for row in record_of(tmp_path / "out")["rows"]} > {"dense", "gate"}
 
 
+@pytest.mark.slow
 def test_tables_are_printed_and_figures_drawn(tmp_path: Path) -> None:
     assert "| `quest` |" in run_script("benchmarks/tables.py").stdout
     assert run_script("benchmarks/trade_off.py", "--output", str(tmp_path)).returncode == 0
@@ -94,6 +94,7 @@ def test_resources_of_kernels_are_listed() -> None:
     assert done.returncode == 0 and re.search(r"\b[1-9]\d* kernels, 0 with faults", done.stdout), done.stderr
 
 
+@pytest.mark.slow
 def test_decode(tmp_path: Path) -> None:
     record = recorded("decode", tmp_path)
     assert record["options"]["bandwidth"] > 0
@@ -107,6 +108,7 @@ def test_decode(tmp_path: Path) -> None:
 SHORT = ("--block-size", "16", "--sparsities", "0.5")
 
 
+@pytest.mark.slow
 def test_decode_records_failures_and_keeps_what_it_has_when_it_is_stopped(tmp_path: Path, monkeypatch) -> None:
     """A dense baseline fails at 128 tokens, and the op at 96: out of memory, or stopped."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
@@ -138,6 +140,7 @@ def test_decode_records_failures_and_keeps_what_it_has_when_it_is_stopped(tmp_pa
     assert [row["length"] for row in record_of(tmp_path / "some")["rows"]] == [64]
 
 
+@pytest.mark.slow
 def test_end_to_end(tmp_path: Path) -> None:
     """All default lengths, so that growing buffers are filled and continued in different modes."""
     record = recorded("end_to_end", tmp_path)
@@ -175,6 +178,7 @@ def test_distill(tmp_path: Path) -> None:
     assert "materialised_peak_mb" not in large
 
 
+@pytest.mark.slow
 def test_reason_cache(tmp_path: Path) -> None:
     record = recorded("reason_cache", tmp_path)
     dense, shared = record["rows"]
@@ -244,6 +248,7 @@ def test_steps_of_a_model_whose_configuration_has_no_width_of_heads(monkeypatch:
 SHORT_STEPS = "--lengths 64 --batches 1 --rounds 1 --tokens 3"
 
 
+@pytest.mark.slow
 def test_a_compiled_step_is_timed(tmp_path: Path) -> None:
     given = f"--model {random_model(tmp_path / 'tiny')} --output {tmp_path} --threads 1 --block-size 16 {SHORT_STEPS}"
     done = run_script("benchmarks/serving.py", *given.split(), "--ways", "hf_gate", "hf_gate_compiled")
@@ -252,6 +257,7 @@ def test_a_compiled_step_is_timed(tmp_path: Path) -> None:
     assert row["step_median_ms"].keys() == {"hf_gate", "hf_gate_compiled"}
 
 
+@pytest.mark.slow
 def test_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part of a random model, one of them in two goes; the table and the figure have what there is."""
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))

@@ -113,7 +113,7 @@ def test_two_processes_resume_exactly(alone: tuple[TrainConfig, Path], launcher:
 @pytest.fixture
 def environment(monkeypatch: pytest.MonkeyPatch) -> None:
     """DeepSpeed in this process, which leaves nothing behind, and without its own all-reduce for the processes of one
-    machine, which takes two minutes to compile (the launcher's tests have it).
+    machine, which takes two minutes to compile (`make soak` has it).
     """
     deepspeed = pytest.importorskip("deepspeed")
     monkeypatch.setitem(deepspeed.ops.__compatible_ops__, "deepspeed_shm_comm", False)

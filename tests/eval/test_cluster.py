@@ -78,20 +78,21 @@ def test_workers_make_what_one_process_makes(tmp_path, saved, alone):
 
 
 def with_a_node_lost(out, saved, options, after, delay):
-    """A run on two nodes, of which one is removed when so many samples are there; and how many there were."""
+    """A run on two nodes, of which one is removed, so many seconds after so many samples were there."""
     cluster = ray_cluster()
     try:
-        second, lost, seen = cluster.add_node(num_cpus=1), threading.Event(), []
+        second, timers = cluster.add_node(num_cpus=1), []
 
         def remove(now):
-            seen.append(now.done)
-            if now.done >= after and not lost.is_set():
-                lost.set()
-                threading.Timer(delay, cluster.remove_node, (second,), {"allow_graceful": False}).start()
+            if now.done >= after and not timers:
+                assert now.done < 16, "all samples are there"
+                timers.append(threading.Timer(delay, cluster.remove_node, (second,), {"allow_graceful": False}))
+                timers[0].start()
 
         options = replace(options, on_progress=remove)
         result = run(out, saved, specs=SPECS[1:2], options=options, workers=2, ray_address=cluster.address)
-        assert lost.is_set() and len(cluster.list_all_nodes()) == 1
+        timers[0].join()
+        assert len(cluster.list_all_nodes()) == 1
         return result
     finally:
         cluster.shutdown()
