@@ -53,7 +53,7 @@ def draw(results: Path) -> Any:
     """Both panels as a figure of matplotlib."""
     plt = pyplot()
     figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.9), layout="constrained")
-    rows = _rows_of(results, TEXTS_OF, "texts")
+    rows = _board(results)[TEXTS_OF, "texts"]
     _panel_of_methods(left, [row for row in rows if row["method"] in ("dense", *DRAWN)])
     left.set(xlabel="bytes read per step (% of dense attention's)", ylabel="KL from dense attention (nats per token)")
     left.set_title(f"Qwen2.5-Coder-0.5B: {rows[0]['n_problems']} texts of 2,560 tokens", fontsize=11)
@@ -106,9 +106,9 @@ def draw_anchors(results: Path) -> Any:
 
 def draw_board(results: Path) -> Any:
     """The board: a panel per part of a model that was measured, in lines of at most four."""
-    panels: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    board, panels = _board(results), dict[tuple[str, str], list[dict[str, Any]]]()
     for part, model in product(PARTS, MODELS):
-        own = _rows_of(results, model, part)
+        own = board.get((model, part), [])
         if any(row["method"] == "dense" for row in own):
             panels[f"{model}: {PARTS[part].title}", part] = own
     lines = -(-len(panels) // PANELS_PER_LINE)
@@ -129,10 +129,12 @@ def draw_board(results: Path) -> Any:
     return figure
 
 
-def _rows_of(results: Path, model: str, part: str) -> list[dict[str, Any]]:
-    """The board's rows of a part of a model."""
-    rows = json.loads((results / "board.json").read_text(encoding="utf-8"))["rows"]
-    return [row for row in rows if (row["model"], row["part"]) == (model, part)]
+def _board(results: Path) -> dict[tuple[str, str], list[dict[str, Any]]]:
+    """Model and part -> their rows of the board."""
+    board: dict[tuple[str, str], list[dict[str, Any]]] = {}
+    for row in json.loads((results / "board.json").read_text(encoding="utf-8"))["rows"]:
+        board.setdefault((row["model"], row["part"]), []).append(row)
+    return board
 
 
 def _panel_of_methods(axes: Any, rows: list[dict[str, Any]]) -> None:
