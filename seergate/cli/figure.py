@@ -6,13 +6,16 @@ import argparse
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from seergate.cli.arguments import eval_args, given
 from seergate.errors import SeergateError, did_you_mean
 from seergate.escaping import markdown_text
 from seergate.eval.papers.figures import FIGURES
 from seergate.paths import model_name
+
+if TYPE_CHECKING:
+    from seergate.eval.sweep_plan import SweepPlan
 
 HELP = (
     "regenerate a figure or table of one of five papers",
@@ -31,6 +34,9 @@ HELP = (
 )
 
 
+EVAL_OPTIONS = ("samples", "temperature", "max_new_tokens", "batch_size")
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("name", metavar="NAME", help=", ".join(FIGURES))
@@ -40,7 +46,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--task-source", metavar="FILE", help="a local copy of the task's problems")
     parser.add_argument("--problems", type=int, metavar="N", help="[32 of chain_sum, of others as in the paper]")
     parser.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem [30]")
-    eval_args(parser, "max_new_tokens", "batch_size")
+    eval_args(parser, *EVAL_OPTIONS)
     parser.add_argument("--max-steps", type=int, metavar="N", help="training steps of the gates [the preset's]")
     parser.add_argument("--out", type=Path, metavar="DIR", help="[runs/figure-NAME-MODEL]")
 
@@ -49,7 +55,11 @@ def run(options: argparse.Namespace) -> None:
     """Run the missing settings, draw the figure and print its findings."""
     from seergate.durable import check_writable
     from seergate.eval.report.plots import pyplot
-    from seergate.models.names import is_tiny
+    from seergate.eval.runner import encoded_prompts
+    from seergate.eval.running import checked_task, run_plan
+    from seergate.models.loading import base_config
+    from seergate.models.names import is_tiny, model_path
+    from seergate.pretrained import load_tokenizer
 
     if options.name not in FIGURES:
         raise SeergateError(
@@ -62,36 +72,44 @@ def run(options: argparse.Namespace) -> None:
     _check_options(options, run, tiny)
     label = options.name if "table" in options.name else f"figure-{options.name}"
     out = options.out or Path("runs") / f"{label}-{model_name(options.model)}"
-    task = options.task or ("chain_sum" if tiny else run.get("task", "aime24"))
-    defaults = {"problems": 32, "variables": 30} if task == "chain_sum" else {}
-    if task == run.get("task"):
-        defaults = run.get("task_options", {})
-    source = {} if options.task_source is None else {"source": options.task_source}
-    task_options = defaults | given(options, "problems", "variables") | source
-    values: dict[str, Any] = {
-        **run,
-        **given(options, "max_new_tokens", "batch_size"),
-        "model": options.model,
-        "task": task,
-        "task_options": task_options,
-        "out": str(out / "eval"),
-    }
-    from seergate.eval.running import checked_task, run_plan
-    from seergate.eval.sweep_plan import SweepPlan
-
-    plan = SweepPlan.of(values, "the figure")
+    plan = plan_of(options, run, tiny, out)
     if plan.make_task().scored is not None:
         raise SeergateError(
-            f"the figure {options.name} compares answers, and {task!r} scores texts; use `seergate eval`"
+            f"the figure {options.name} compares answers, and {plan.task!r} scores texts; use `seergate eval`"
         )
-    checked_task(plan)
+    task, problems = checked_task(plan)
+    path = model_path(plan.model)
+    encoded_prompts(load_tokenizer(path), problems, task, plan, base_config(path).get_text_config())
     check_writable(out)
+    if other := sorted(page.name for page in out.glob("*.md") if page.stem not in (label, "report")):
+        raise SeergateError(f"{out} has the runs of {', '.join(other)}, which would be drawn too; give another --out")
     began = time.monotonic()
     if "gate" in plan.method:
         plan = replace(plan, gates=_gates(options, plan.block_size, tiny, out))
     run_plan(plan)
     page = _write(options.name, out, label)
     print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")
+
+
+def plan_of(options: argparse.Namespace, run: dict[str, Any], tiny: bool, out: Path) -> SweepPlan:
+    """The sweep of a figure with the settings ``run``, in the directory ``eval`` of ``out``."""
+    from seergate.eval.sweep_plan import SweepPlan
+
+    task = options.task or ("chain_sum" if tiny else run.get("task", "aime24"))
+    name = task.partition(":")[0]  # options in the task's text have precedence over these defaults
+    defaults = {"problems": 32, "variables": 30} if name == "chain_sum" else {}
+    if name == run.get("task"):
+        defaults = run.get("task_options", {})
+    source = {} if options.task_source is None else {"source": options.task_source}
+    values: dict[str, Any] = {
+        **run,
+        **given(options, *EVAL_OPTIONS),
+        "model": options.model,
+        "task": task,
+        "task_options": defaults | given(options, "problems", "variables") | source,
+        "out": str(out / "eval"),
+    }
+    return SweepPlan.of(values, "the figure")
 
 
 def _check_options(options: argparse.Namespace, run: dict[str, Any], tiny: bool) -> None:

@@ -140,6 +140,7 @@ def _dense_layers_arguments(parser: argparse.ArgumentParser) -> None:
 def _dense_layers(options: argparse.Namespace) -> None:
     """Measure the KL with different layers dense, choose the dense layers, and write the gates."""
     from seergate.eval.calibration.dense_layers import answered, find_dense_layers
+    from seergate.eval.running import check_model
     from seergate.eval.tasks.registry import make_task
     from seergate.models.names import is_tiny, load_model
     from seergate.pretrained import load_tokenizer
@@ -147,6 +148,8 @@ def _dense_layers(options: argparse.Namespace) -> None:
     named = options.task or (TINY_TASK if is_tiny(options.model) else TASK)
     task = make_task(named)
     bank, method, path, out = _prepared(options, "dense-layers")
+    check_model(path, [method], [bank])
+    check_count("count", options.count, 1, len(bank.geometry.layers))
     texts = answered(load_tokenizer(path), task)
     model = load_model(path, options.dtype, options.device)
 

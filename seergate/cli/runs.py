@@ -16,7 +16,7 @@ REPORT_HELP = (
     "generation length against budget, recall by layer, cost, and what can and cannot be concluded.",
     [
         "seergate report runs/eval-tiny-reasoner-chain_sum",
-        "seergate report runs/methods runs/methods-resident --out runs/both",
+        "seergate report runs/first-gates runs/second-gates --out runs/both",
     ],
 )
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import os
 import shutil
 import time
 from collections.abc import Iterable, Sequence
@@ -94,10 +95,13 @@ def run(options: argparse.Namespace) -> None:
     requested = {name: getattr(options, name) for name in ("model", "data", "dtype", "hours")}
     requested |= {"max_length": job.config.max_length, "budget": job.budgets}
     for name, before in state.get("asked", {}).items():
-        if requested[name] != before:
+        if requested[name] == before:
+            continue
+        if "decision" in state:
             raise SeergateError(
                 f"{name} is {requested[name]}, but {job.out} was begun with {before}; give that again or another --out"
             )
+        (job.out / HELD_OUT).unlink(missing_ok=True)  # the texts are made again; nothing else was done yet
     if (job.out / DONE).exists():
         print((job.out / DONE).read_text(encoding="utf-8"), end="")
         return
@@ -127,6 +131,7 @@ def _checked(options: argparse.Namespace) -> _Job:
     from seergate.distill.base_model import within_positions
     from seergate.distill.config import load_train_config
     from seergate.distill.estimate import architecture, make_plan
+    from seergate.models.families import usable_positions, why_no_longer
 
     if not 0 < options.hours < float("inf"):
         raise SeergateError(f"hours is {options.hours}; it must be a positive number")
@@ -136,10 +141,13 @@ def _checked(options: argparse.Namespace) -> _Job:
     if options.data is not None and not Path(options.data).exists():
         raise SeergateError(f"data is {options.data!r}; there is no such file or directory")
     config = load_train_config(options.model, {"recipe": "recommended", "dtype": options.dtype})
-    context = options.max_length
+    context, shape = options.max_length, architecture(config)
     if context is None:
-        context = min(CONTEXT, within_positions(config, architecture(config)).max_length)
-    out = Path(options.out or f"runs/tune-{model_name(options.model).lower().removesuffix('.gguf')}")
+        context = min(CONTEXT, within_positions(config, shape).max_length)
+    elif context > (usable_positions(shape.get_text_config()) or context):
+        raise SeergateError(f"max_length is {context}; {why_no_longer(shape.get_text_config())}")
+    # An absolute path, as training continues only if the path of its data is the same.
+    out = Path(os.path.abspath(options.out or f"runs/tune-{model_name(options.model).lower().removesuffix('.gguf')}"))
     least = (2 + config.sink_blocks) * config.block_size
     budgets = sorted(set(options.budget or (max(least, context // part) for part in (8, 4, 2))))
     config = replace(

@@ -24,6 +24,15 @@ from seergate.gates import CONFIG_FILE
 from seergate.paths import model_name, shipped
 from seergate.yaml_file import read_yaml
 
+NOTES = {
+    ("block_size",): "The KL of different block sizes is over different blocks: compare the recall.",
+    ("target",): "KL and recall are measured against a variant's own target: compare the gates by decoding.",
+    ("scorer",): "Retention gates (fast_kvzip, trim_kv) have losses of their own: compare them by decoding.",
+    ("seed", "data", "max_length", "block_size", "sink_blocks"): "The held-out packs of the variants may differ.",
+    ("row_start",): "Without eval_row_start, variants with another row_start are evaluated on other rows.",
+}
+"""Options in which variants differ -> what then limits the comparison."""
+
 
 @dataclass(frozen=True)
 class Study:
@@ -190,8 +199,8 @@ def table(study: Study, outcomes: list[Outcome]) -> str:
         for outcome in outcomes
     ]
     text = markdown(heads, rows)
-    if any("block_size" in given for given in study.variants.values()):
-        text += "\n\nThe KL of different block sizes is over different blocks: compare the recall."
+    varied = {option for given in study.variants.values() for option in given}
+    text += "".join(f"\n\n{note}" for options, note in NOTES.items() if varied.intersection(options))
     if any(share == 0 for outcome in outcomes for share in outcome.recall.values()):
         text += "\n\nA budget of one block is the current block, which is always read: nothing is left to recall with."
     return text

@@ -49,7 +49,7 @@ def divide(data: str | None, config: TrainConfig, tokenizer: PreTrainedTokenizer
     """
     if data is not None and Path(data).suffix in (".jsonl", ".ndjson"):
         rows, every, malformed = _rows(Path(data), Formatter(tokenizer, config.data_column, config.chat_template))
-        held_out = _held_out(every, tokenizer, length, data)
+        held_out = _held_out(every, tokenizer, length, data, malformed)
         return Divided(
             [row for i, row in enumerate(rows) if i not in held_out], [every[i] for i in sorted(held_out)], malformed
         )
@@ -87,13 +87,21 @@ def _windows(data: str | None, context: int, tokenizer: PreTrainedTokenizerBase,
     return parts[:ROWS]
 
 
-def _held_out(every: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, source: str) -> set[int]:
+def _held_out(
+    every: Sequence[str],
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    source: str,
+    malformed: Sequence[str] = (),
+) -> set[int]:
     """Return the numbers of the held-out texts: texts of at least ``length`` tokens, evenly spread."""
     long = [number for number, text in enumerate(every) if len(_ids(tokenizer, text)) >= length]
     if len(every) < 2 * LEAST or len(long) < LEAST:
+        left_out = f"; {len(malformed)} rows are left out ({malformed[0]})" if malformed else ""
         raise SeergateError(
             f"{source}: {len(every)} texts, {len(long)} of them of {length:,} tokens or more; there must be at least "
             f"{2 * LEAST}, and {LEAST} of that length to evaluate on; give more --data, or a smaller --max-length"
+            f"{left_out}"
         )
     count = min(MOST, len(long), max(LEAST, len(every) // 10))
     return {long[i * len(long) // count] for i in range(count)}

@@ -76,6 +76,7 @@ def test_too_short_a_time_is_refused_with_one_that_is_enough(hours, step):
         (["--hours", "1", "--budget", "32"], "budget is 32; it must be at least 48, which is 3 blocks, and below 384"),
         (["--hours", "1", "--budget", "400"], "budget is 400; it must be at least 48"),
         (["--hours", "1", "--max-length", "1024"], "the model has 512 positions"),
+        (["--hours", "1", "--max-length", "32768"], "max_length is 32768; the model has 512 positions"),
         (["--hours", "1", "--max-length", "0"], "max_length is 0; it must be a positive integer"),
     ],
 )
@@ -89,12 +90,15 @@ def test_models_that_are_none_and_files_without_texts_are_refused(model, data, t
     monkeypatch.chdir(tmp_path)
     (tmp_path / "few.jsonl").write_text("".join(data.read_text().splitlines(keepends=True)[:10]))
     (tmp_path / "empty").mkdir()
+    (tmp_path / "other.jsonl").write_text('{"content": "a text"}\n' * 48)
     for arguments, message in (
         (["nowhere.gguf"], "the model file 'nowhere.gguf' does not exist"),
         ([str(model), "--data", "few.jsonl"], "few.jsonl: 10 texts, 10 of them of 384 tokens or more; there must"),
-        ([str(model), "--data", "empty", "--out", "other"], "data is 'empty', in which there is no text"),
+        ([str(model), "--data", "empty"], "data is 'empty', in which there is no text"),
+        ([str(model), "--data", "other.jsonl"], "--max-length; 48 rows are left out (row 1: no messages"),
     ):
         assert message in refusal(run_seergate("tune", *arguments, "--hours", "1"))
+    assert not list(tmp_path.glob("runs/*/*.jsonl")), "of refused options, nothing is kept"
 
 
 def test_windows_of_texts_are_divided_too(model, tmp_path):
@@ -169,7 +173,7 @@ def test_all_of_it_killed_and_continued(model, data, tmp_path, monkeypatch):
     assert steps == 76 and state["decision"]["problems"] == 8  # twice 40 texts in 38 packs
 
     def again(*more):
-        return run_seergate(*command, "--out", str(out), *more)
+        return run_seergate(*command, "--out", os.path.relpath(out), *more)
 
     message = refusal(again("--budget", "96"))
     assert "budget is [96], but" in message and "was begun with [48, 64, 128]" in message

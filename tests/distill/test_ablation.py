@@ -55,6 +55,9 @@ def test_a_study_ends_in_a_table_and_goes_on_where_it_stopped(config, monkeypatc
     lines = table(study, first).split("\n\n")[0].splitlines()
     assert cells(lines[0]) == [["variant", "parameters", "tokens", "held-out KL", "recall at 64"]]
     assert len({len(line) for line in lines}) == 1 and f"{first[1].kl:.4f}" in lines[3]
+    said = "The held-out packs of the variants may differ."
+    seeds = Study("seeds", {}, {"max": {"seed": 0}, "all three": {"seed": 1}})
+    assert said in table(seeds, first) and said not in table(study, first)
 
     (configs["max"].run_dir / "gate_model.safetensors").write_bytes(b"half")
     seen = watched_steps(monkeypatch)

@@ -3,13 +3,15 @@
 import gzip
 import random
 import re
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from seergate.distill.long_text import FACTS, referring_back, texts, windows, with_facts, with_quotes
-from tests.support.running import refused
+from tests.support.running import ROOT, refused
 
 WORDS = "some words of a text that says nothing in particular and goes on and on".split()  # noqa: SIM905
 
@@ -62,6 +64,24 @@ def test_a_damaged_archive_is_named(tmp_path: Path, change: Callable[[bytes], by
     assert list(texts([tmp_path])) == [plain(4_000)]
     file.write_bytes(change(file.read_bytes()))
     refused("notes.txt.gz cannot be read", list, texts([tmp_path]))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--out", "nowhere/train.jsonl"], "there is no directory nowhere"),
+        (["--out", "train.jsonl", "--rows", "0"], "rows and characters must be at least 1"),
+        (["--out", "train.jsonl"], "notes.txt.gz cannot be read"),
+    ],
+)
+def test_the_script_says_what_is_wrong(arguments: list[str], said: str, tmp_path: Path) -> None:
+    (tmp_path / "notes.txt.gz").write_bytes(b"no archive")
+    script = ROOT / "train" / "recipes" / "long_text" / "make.py"
+    done = subprocess.run(
+        [sys.executable, script, ".", *arguments], cwd=tmp_path, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 2 and said in done.stderr and not (tmp_path / "train.jsonl").exists()
+    assert "Traceback" not in done.stderr
 
 
 def test_of_six_texts_four_have_facts_and_one_quotes() -> None:

@@ -102,3 +102,9 @@ def test_the_command_writes_gates_that_decode_with_their_dense_layers(tmp_path):
     assert "variable_tracking" in bank.training_record["dense_layers_found_on"]
     assert methods.Gate.with_gates(bank).dense_layers == (layer,)
     assert "is not empty" in refusal(run_seergate(*command))
+    for change, message in (
+        (["--count", "3"], "count is 3; it must be a whole number in 1..2"),
+        (["--gates", str(TINY / "gates")], "these gates are for another model"),
+    ):
+        done = run_seergate(*command, *change, "--out", str(tmp_path / "refused"))
+        assert message in refusal(done) and not done.stdout, "before the model is loaded"

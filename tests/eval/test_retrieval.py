@@ -94,6 +94,9 @@ def test_the_text_is_named_and_begins_again_at_its_end(tmp_path) -> None:
     named = make_task("needle").options["text"]
     assert named.startswith("pydoc_data.topics of Python 3.") and len(text_of(None)[1]) > 100_000
     assert make_task("needle", data=str(short)).options["file"] == str(short)
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text('{"text": "Gr\\u00fcn.\\nBlau."}\n{"text": "Rot."}\n')
+    assert sentences(text_of(str(rows))[1]) == ["Grün.", "Blau.", "Rot."]
 
 
 @pytest.mark.parametrize(

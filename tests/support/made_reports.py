@@ -47,7 +47,7 @@ def reconfigure(directory, **sections):
     path = directory / "config.yaml"
     config = yaml.safe_load(path.read_text())
     for name, values in sections.items():
-        config[name] |= values
+        config[name] = (config[name] or {}) | values
     path.write_text(yaml.safe_dump(config))
 
 

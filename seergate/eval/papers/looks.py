@@ -50,7 +50,8 @@ def _block_sizes(sweep: Sweep, path: Path) -> Path:
     points: Points = defaultdict(list)
     for s in sweep.settings:
         if s.budget is not None and s.block_size is not None:
-            points[f"{s.method} {s.budget} tokens"].append((s.block_size, s))
+            name = s.series.replace(f" b{s.block_size}", "", 1)
+            points[f"{name} {s.budget} tokens"].append((s.block_size, s))
     figure, axis = pyplot().subplots(figsize=(6.8, 4.4))
     axis.set_title(f"Accuracy against block size\n{conditions(sweep)}; bars: 95 % intervals", fontsize=10)
     _lines(axis, points, sweep, "block size (tokens)")
@@ -74,11 +75,11 @@ def _threshold_and_budget(sweep: Sweep, path: Path) -> Path:
     left.set_title("(a) activated tokens; full lines: budget, dashed: threshold", fontsize=10)
     left.legend(**{**LEGEND, "ncol": 3, "loc": "upper center", "bbox_to_anchor": (0.5, -0.14)})
     tidy(left)
-    points: Points = {
-        name: [(100 * s.metrics["density"], s) for s in group if s.metrics["density"] is not None]
-        for name, group in (("gate, budget", budgets), ("gate, threshold", thresholds))
-        if group
-    }
+    points: Points = defaultdict(list)
+    for limit, group in (("budget", budgets), ("threshold", thresholds)):
+        for s in group:
+            if s.metrics["density"] is not None:
+                points[f"{s.series}, {limit}"].append((100 * s.metrics["density"], s))
     _lines(right, points, sweep, "density: tokens read per token of context (%)")
     right.legend(**LEGEND)
     right.set_title("(b) accuracy against density", fontsize=10)
@@ -179,8 +180,8 @@ COMPLETE = {**PROBLEMS, "gpqa_diamond": 198, "gsm8k": 1319}
 def beside(sweep: Sweep, published: Mapping[tuple[str, str], Mapping[str, float]], paper: Mapping[str, Any]) -> str:
     """A Markdown table of our and a paper's accuracy, for finished runs of the paper's settings; empty without any.
 
-    A run counts if it has the paper's model, all problems of its task, and the method with the options under which the
-    paper's number is known. Other deviations from the paper are named in the row.
+    A run counts if it has the paper's model, all problems of its task in the task's own prompt, and the method with
+    the options under which the paper's number is known. Other deviations from the paper are named in the row.
 
     Args:
         sweep: the runs.
@@ -189,7 +190,8 @@ def beside(sweep: Sweep, published: Mapping[tuple[str, str], Mapping[str, float]
     """
     task = sweep.config["task"]
     numbers = published.get((model_key(sweep.config), str(task["name"])), {})
-    if task.get("problems") is not None or task.get("n_problems") != COMPLETE.get(task["name"]):
+    everything = task.get("problems") is None and task.get("n_problems") == COMPLETE.get(task["name"])
+    if not everything or "shots" in task:
         return ""
 
     def unlike(s: Setting) -> list[str]:

@@ -133,6 +133,8 @@ def _as_published(config: dict[str, Any]) -> bool:
     """
     task, generation, method = (config[section] for section in ("task", "generation", "method"))
     name = method["name"]
+    if "shots" in task:  # another prompt than the paper's
+        return False
     if task.get("problems") is not None or task.get("n_problems", 0) != PROBLEMS.get(str(task["name"])):
         return False
     grader, longest = HUB_TASKS[task["name"]].grader, generation.get("max_new_tokens") or PAPER_LENGTH

@@ -38,6 +38,8 @@ Seattle Denver Dallas Tokyo Seoul Beijing Delhi Mumbai Bangkok Manila Jakarta Sy
 """
 CITIES = _NAMES.split()
 DEPTHS = (0, 25, 50, 75, 100)
+ROWS = (".jsonl", ".ndjson")
+"""Suffixes of files of records with a ``text``."""
 SETTLING = 16
 """Tokens of a text between the prompt and the scored tokens; needed as some methods evict nothing at first."""
 CUT = 32
@@ -187,7 +189,7 @@ def perplexity(*, problems: int = 16, length: int = 2048, scored: int = 256, dat
     check_count("scored", scored, 1)
     if length < scored + SETTLING + 2:
         raise ValueError(f"length is {length}; it must be at least {scored + SETTLING + 2}, with scored {scored}")
-    name, text = ("", "") if data and data.endswith((".jsonl", ".ndjson")) else text_of(data)
+    name, text = ("", "") if data and data.endswith(ROWS) else text_of(data)
 
     def load(tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
         if text:
@@ -294,14 +296,14 @@ def listed(words: Sequence[str]) -> str:
 
 
 def text_of(data: str | None) -> tuple[str, str]:
-    """Name and contents of a file, or of the reference that Python's `help` shows (``pydoc_data.topics``)."""
+    """Name and text of a file, or of the reference that Python's `help` shows (``pydoc_data.topics``)."""
     if data is None:
         from pydoc_data.topics import topics
 
         version = ".".join(map(str, sys.version_info[:3]))
         return f"pydoc_data.topics of Python {version}", "\n\n".join(topics[name] for name in sorted(topics))
     try:
-        text = Path(data).read_text(encoding="utf-8-sig")
+        text = "\n\n".join(texts_of(data)) if data.endswith(ROWS) else Path(data).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SeergateError(f"data is {data!r}, which cannot be read as text: {error}") from error
     if not text.strip():

@@ -6,7 +6,7 @@ import pytest
 import yaml
 
 from seergate import GateBank, GateConfig
-from seergate.cli.figure import _distilled, _write
+from seergate.cli.figure import _distilled, _write, plan_of
 from seergate.eval.papers.figures import FIGURES, SEER
 from seergate.eval.papers.looks import STYLES
 from seergate.eval.sweep_plan import SweepPlan
@@ -85,12 +85,36 @@ def test_the_document_lists_every_figure():
         (("7", "--gates", "x", "--max-steps", 9), "the figure 7 does not take --max-steps"),
         (("7", "--model", "Qwen3-4B", "--max-steps", 9), "the figure 7 does not take --max-steps"),
         (("5", "--problems", 0), "problems is 0"),
+        (("7", "--max-new-tokens", 4096), "the model has 4096 positions"),
         (("5", "--task", "perplexity:length=64:scored=8"), "the figure 5 compares answers, and 'perplexity"),
     ],
 )
 def test_a_figure_ignores_nothing_and_is_refused_before_any_work(arguments, said, tmp_path):
     done = run_seergate("figure", *map(str, arguments), "--out", str(tmp_path / "out"))
     assert said in refusal(done) and not done.stdout and not list(tmp_path.glob("out/*"))
+
+
+def test_another_figure_s_runs_are_not_drawn(tmp_path):
+    (tmp_path / "figure-5.md").write_text("")
+    done = run_seergate("figure", "raas5", "--out", str(tmp_path))
+    assert "has the runs of figure-5.md, which would be drawn too" in refusal(done)
+    assert not done.stdout and [path.name for path in tmp_path.iterdir()] == ["figure-5.md"]
+
+
+@pytest.mark.parametrize(
+    ("name", "asked", "expected"),
+    [
+        ("5", {"task": "chain_sum:seed=1"}, (32, {"variables": 30, "seed": 1})),
+        ("5", {"task": "chain_sum:variables=8", "problems": 4}, (4, {"variables": 8})),
+        ("raas5", {"model": "m", "task": "math500:shots=4"}, (200, {"shots": 4})),
+    ],
+)
+def test_options_in_a_task_s_text_leave_the_other_defaults(name, asked, expected, tmp_path):
+    tiny = "model" not in asked
+    options = Namespace(**{"name": name, "model": "tiny-reasoner", "task_source": None, **asked})
+    plan = plan_of(options, FIGURES[name].tiny if tiny else FIGURES[name].real, tiny, tmp_path)
+    made = plan.make_task().options
+    assert made["problems"] == expected[0] and expected[1].items() <= made.items()
 
 
 def test_gates_of_other_training_steps_are_not_taken_for_those_that_are_wanted(tmp_path):

@@ -12,13 +12,14 @@ from tests.support.made_reports import cells, reconfigure, write_run
 
 
 def test_numbers_of_the_other_papers_stand_beside_what_they_ran(tmp_path, bank):
-    """Table 1 of RPC, with another limit; half of the problems, and what is unfinished, has none."""
+    """Table 1 of RPC, with another limit; half of the problems, other prompts, and what is unfinished, have none."""
     figure, long = FIGURES["rpc-table1"], PAPER | {"max_new_tokens": 32768, "max_total_tokens": None}
     model = "deepseek-ai/DeepSeek-R1-Distill-Qwen-7B"
     specs = [*grid(figure.real["method"], figure.real["budget"], 64), MethodSpec("h2o", 4096)]
     for name, task, how in (
         ("same", AIME, long | {"samples": 1}),
         ("short", AIME, long | {"samples": 1, "max_new_tokens": 8192}),
+        ("shots", AIME | {"shots": 4}, long | {"samples": 1}),
         ("half", AIME | {"problems": 15, "n_problems": 15}, long | {"samples": 1}),
         ("unfinished", AIME, long),
     ):
@@ -35,7 +36,7 @@ def test_numbers_of_the_other_papers_stand_beside_what_they_ran(tmp_path, bank):
             ["rpc, interval=1024", "1/4 of the answer", right, "50.4", "-20.4", unlike],
             ["rpc, interval=4096", "1/4 of the answer", right, "52.9", "-22.9", unlike],
         ]
-        assert rows == ([] if name in ("half", "unfinished") else expected)
+        assert rows == ([] if name in ("half", "shots", "unfinished") else expected)
 
 
 @pytest.mark.parametrize("name", ["7", "9"])
@@ -49,6 +50,20 @@ def test_figures_are_drawn_of_runs_from_elsewhere(name, tmp_path, bank):
     assert draw is not None
     text = draw(sweep, tmp_path / "figure.png").with_suffix(".svg").read_text()
     assert ("gate, threshold" if name == "9" else "quest 4096 tokens") in text
+
+
+@pytest.mark.parametrize(("name", "line"), [("7", "gate [{}] 4096 tokens"), ("9", "gate [{}], budget")])
+def test_different_gates_have_lines_of_their_own(name, line, tmp_path, bank):
+    """Figures 7 and 9 of two gates, whose names are those of the command line."""
+    for gates in ("mine", "theirs"):
+        for size in (32, 64) if name == "7" else (64,):
+            spec = MethodSpec("gate", 4096, size)
+            run_dir = write(tmp_path, spec, bank(size)).rename(tmp_path / f"{gates}-{size}")
+            reconfigure(run_dir, gates={"fingerprint": gates, "name": gates})
+    (sweep,) = load_sweeps(tmp_path)
+    draw = STYLES[FIGURES[name].style].draw
+    text = draw(sweep, tmp_path / "figure.png").with_suffix(".svg").read_text()
+    assert all(line.format(gates) in text for gates in ("mine", "theirs"))
 
 
 def test_lengths_stand_beside_those_of_table_1(tmp_path, bank):

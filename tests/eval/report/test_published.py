@@ -88,7 +88,7 @@ def test_what_the_paper_did_not_run_has_none(spec, size, bank):
     "others",
     [
         *({"task": AIME | other} for other in ({"problems": 5}, {"name": "gpqa_diamond"}, {"n_problems": 2})),
-        *({"task": AIME | other} for other in ({"grader": "exact"}, {"n_problems": None})),
+        *({"task": AIME | other} for other in ({"grader": "exact"}, {"n_problems": None}, {"shots": 4})),
         {"model": MODEL | {"path": "Qwen/Qwen3-32B"}},
         {"generation": PAPER | {"max_new_tokens": 64}},
         {"generation": PAPER | {"max_new_tokens": 32768, "max_total_tokens": None}},

@@ -12,6 +12,7 @@ import random
 from pathlib import Path
 
 from seergate.distill.long_text import SUFFIXES, referring_back, texts, windows
+from seergate.errors import SeergateError
 
 
 def main() -> None:
@@ -25,8 +26,15 @@ def main() -> None:
     args = parser.parse_args()
     if missing := [str(path) for path in args.paths if not path.exists()]:
         parser.error(f"there is no {', '.join(missing)}")
+    if min(args.rows, args.characters) < 1:
+        parser.error("rows and characters must be at least 1")
+    if not args.out.parent.is_dir():
+        parser.error(f"there is no directory {args.out.parent}")
     rng = random.Random(args.seed)
-    parts = [part for text in texts(args.paths) for part in windows(text, args.characters)]
+    try:
+        parts = [part for text in texts(args.paths) for part in windows(text, args.characters)]
+    except SeergateError as error:
+        parser.error(str(error))
     if not parts:
         parser.error(f"no file of {', '.join(SUFFIXES)} there has {args.characters} characters")
     rng.shuffle(parts)
