@@ -35,7 +35,7 @@ FEW_TOKENS = 500
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the options."""
     parser.add_argument("method", metavar="METHOD", help="for which method: lazy_eviction or tri_attention")
-    eval_args(parser, "model", "max_new_tokens")
+    eval_args(parser, "model", "max_new_tokens", "temperature")
     eval_args(parser, "task", help="a task's name or a .jsonl file [chain_sum, for the tiny reasoner]", metavar="TASK")
     parser.add_argument("--grader", help="of a file, whose prompts depend on it; as for eval [math]")
     parser.add_argument("--problems", type=int, metavar="N", help="how many, spread evenly [1 %% of the task's]")
@@ -53,6 +53,7 @@ def run(options: argparse.Namespace) -> None:
     from seergate.eval.sweep_plan import SweepPlan
     from seergate.eval.tasks.prompts import end_ids
     from seergate.methods import method_class
+    from seergate.models.families import check_length
     from seergate.models.names import load_model, model_path
     from seergate.pretrained import load_tokenizer
 
@@ -63,7 +64,7 @@ def run(options: argparse.Namespace) -> None:
     (option,) = kind.calibrates
     calibration = calibration_of(kind, option).of(vars(options))
     check_counts(options, optional=True, problems=1, max_new_tokens=1)
-    chosen = {name: getattr(options, name) for name in ("model", "task", "max_new_tokens")}
+    chosen = {name: getattr(options, name) for name in ("model", "task", "max_new_tokens", "temperature")}
     each_task(plan := SweepPlan(**chosen, task_options={"grader": options.grader}))  # other models have no default
     path = model_path(options.model)
     tokenizer = load_tokenizer(path)
@@ -75,7 +76,9 @@ def run(options: argparse.Namespace) -> None:
     check_writable(target.parent)
     prompts = evenly_chosen_prompts(tokenizer, task, options.problems)
     longest = max(map(len, prompts))
-    limit = plan.limit_of(task, check_model(path, [], []).get_text_config(), longest).of(longest)
+    text = check_model(path, [], []).get_text_config()
+    check_length(text, longest + 1, "the longest prompt, with a token of the answer,")
+    limit = plan.limit_of(task, text, longest).of(longest)
     if limit < 1:
         raise ValueError("the longest prompt leaves no room for an answer; give --max-new-tokens")
     model = load_model(path, options.dtype, options.device)

@@ -72,10 +72,12 @@ TASK_OPTIONS = ("problems", "variables", "data", "grader", "task_seed", "task_so
 
 def run_and_report(plan: SweepPlan, report: bool) -> None:
     """Run the plan of each task with `run_plan`; if ``report``, also write a report on each."""
+    import torch
+
     from seergate.cli.console import say_report
     from seergate.eval.report import write_report
     from seergate.eval.report.plots import pyplot
-    from seergate.eval.running import checked_task, each_task, run_plan
+    from seergate.eval.running import check_prompts, each_task, run_plan
 
     if report:
         try:
@@ -84,8 +86,10 @@ def run_and_report(plan: SweepPlan, report: bool) -> None:
             raise SeergateError(f"{error}, or give --no-report") from error
     plans = each_task(plan)
     for each in plans if len(plans) > 1 else ():
-        checked_task(each)
+        check_prompts(each)
+    threads = torch.get_num_threads()
     for each in plans:
+        torch.set_num_threads(threads)  # `run_plan` divides them among workers
         out = run_plan(each)
         if report:
             say_report(write_report(out))

@@ -55,11 +55,8 @@ def run(options: argparse.Namespace) -> None:
     """Run the missing settings, draw the figure and print its findings."""
     from seergate.durable import check_writable
     from seergate.eval.report.plots import pyplot
-    from seergate.eval.runner import encoded_prompts
-    from seergate.eval.running import checked_task, run_plan
-    from seergate.models.loading import base_config
-    from seergate.models.names import is_tiny, model_path
-    from seergate.pretrained import load_tokenizer
+    from seergate.eval.running import check_prompts, run_plan
+    from seergate.models.names import is_tiny
 
     if options.name not in FIGURES:
         raise SeergateError(
@@ -77,9 +74,7 @@ def run(options: argparse.Namespace) -> None:
         raise SeergateError(
             f"the figure {options.name} compares answers, and {plan.task!r} scores texts; use `seergate eval`"
         )
-    task, problems = checked_task(plan)
-    path = model_path(plan.model)
-    encoded_prompts(load_tokenizer(path), problems, task, plan, base_config(path).get_text_config())
+    check_prompts(plan)
     check_writable(out)
     if other := sorted(page.name for page in out.glob("*.md") if page.stem not in (label, "report")):
         raise SeergateError(f"{out} has the runs of {', '.join(other)}, which would be drawn too; give another --out")

@@ -88,7 +88,7 @@ class RunOptions:
             return Limit(limit.max_new_tokens, room)
         raise SeergateError(
             f"the answers may have {limit}, and the longest prompt has {longest:,}: {why_no_longer(text)}; set "
-            f"max_total_tokens (--max-total-tokens) to {room} at most, or leave the limits out"
+            f"max_new_tokens to {room - longest} or max_total_tokens to {room} at most, or leave the limits out"
         )
 
     def check(self, task: Task, sampling: Sampling | None = None) -> None:

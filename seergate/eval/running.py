@@ -53,7 +53,11 @@ def each_task(plan: SweepPlan) -> list[SweepPlan]:
             f"task is missing, and chain_sum, the default, is for {TINY} only; give --task (in a file: task): "
             f"{', '.join(TASKS)}, or a .jsonl file"
         )
-    tasks = [plan.task] if exists(plan.task) or not plan.task else plan.task.split(",")
+    tasks = [plan.task]
+    if plan.task and not exists(plan.task):
+        tasks = [task for each in plan.task.split(",") if (task := each.strip())]
+    if not tasks:
+        raise SeergateError(f"task is {plan.task!r}, which names none")
     directories = [directory_of(task) for task in tasks]
     if len(set(directories)) < len(tasks):
         raise SeergateError(f"task is {plan.task!r}, of which two would be in one directory; give a command for each")
@@ -85,6 +89,17 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
     if plan.engine == "transformers" and (plan.workers or plan.ray_address):
         check_ray()
     return task, problems
+
+
+def check_prompts(plan: SweepPlan) -> None:
+    """Refuse a plan by `checked_task`, and if its prompts and answers do not fit into the model's positions."""
+    task, problems = checked_task(plan)
+    path = model_path(plan.model)
+    text = base_config(path).get_text_config()
+    if task.scored is None:
+        encoded_prompts(load_tokenizer(path), problems, task, plan, text)
+    else:
+        check_length(text, plan.limit(task).of(0), "a text of the task's length")
 
 
 def run_plan(plan: SweepPlan) -> Path:
@@ -222,9 +237,13 @@ def _matched(
     if before.get("made") != made:
         before = {"bytes": {}, "matches": []}
     print(f"finding budgets that are equal in bytes {'read' if plan.match == 'read' else 'resident'}")
-    replay = Replay(model, tokenizer, dense, MEASURES[plan.match], before["bytes"])
+
+    def keep(matches: list[dict[str, Any]]) -> None:
+        store.write_json(path, {"measure": plan.match, "made": made, "bytes": replay.known, "matches": matches})
+
+    replay = Replay(model, tokenizer, dense, MEASURES[plan.match], before["bytes"], lambda: keep(before["matches"]))
     chosen, records = match(replay, specs, plan.budget or list(task.budgets), prepare=calibrated, banks=banks)
     new = {(record["target"], record["method"]) for record in records}
     records = [each for each in before["matches"] if (each["target"], each["method"]) not in new] + records
-    store.write_json(path, {"measure": plan.match, "made": made, "bytes": replay.known, "matches": records})
+    keep(records)
     return chosen

@@ -214,6 +214,23 @@ def test_an_output_that_cannot_be_made_is_told(saved, tmp_path):
         assert f"in a directory named ~; write {Path.home()}/runs" in message
 
 
+@pytest.mark.parametrize(
+    ("words", "more", "said"),
+    [
+        (9000, [], "the longest prompt, with a token of the answer, has"),
+        (9000, ["--max-new-tokens", "16"], "the longest prompt, with a token of the answer, has"),
+        (9, ["--max-new-tokens", "100000"], "set max_new_tokens to "),
+    ],
+)
+def test_a_calibration_beyond_the_model_s_positions_is_refused(words, more, said, saved, tmp_path):
+    task = tmp_path / "rows.jsonl"
+    task.write_text(json.dumps({"prompt": "[a1] " * words + "\\boxed{", "answer": "3"}) + "\n")
+    given = ["--task", str(task), "--model", saved, "--out", str(tmp_path / "window.json")]
+    message = refusal(run_seergate("calibrate", "lazy_eviction", *given, *more))
+    assert said in message and re.search("the model has 4,?096 positions", message)
+    assert "--max-total-tokens" not in message
+
+
 @pytest.mark.slow
 def test_an_output_that_nobody_reads_ends_the_command_with_141(saved, tmp_path):
     read, write = os.pipe()

@@ -132,10 +132,25 @@ def command(tmp_path):
 
 @pytest.mark.slow
 def test_a_matched_sweep_by_command_goes_on_where_it_was(command, tmp_path, monkeypatch):
-    """Nothing is measured again; for another budget, or blocks of another size, only what is new."""
+    """Nothing is measured again, also after an interruption; for another budget, only what is new. Matches of other
+    variants stay.
+    """
+
+    def interrupted(values, measure, target):
+        measure(values[0])
+        raise KeyboardInterrupt
+
+    def matched():
+        return json.loads((tmp_path / "runs" / "matching-resident.json").read_text())
+
     methods = "dense,streaming_llm:interval=4,lazy_eviction:window=auto:alpha=0.04"
     command += ["--match", "resident", "--method", methods, "--budget"]
-    assert "streaming_llm, token_budget for 48 tokens: 4" in output_of(*command, "48")
+    with monkeypatch.context() as patch:
+        patch.setattr(matching, "nearest", interrupted)
+        assert run_seergate(*command, "48").returncode == 130
+    (measured,) = matched()["bytes"].items()
+    assert not matched()["matches"]
+    assert "streaming_llm-interval=4, token_budget for 48 tokens: 4" in output_of(*command, "48")
     assert "## At equal resident bytes" in (tmp_path / "runs" / "report.md").read_text()
     before = {path: path.read_bytes() for path in (tmp_path / "runs").glob("*/samples.jsonl")}
     assert len(before) == 3
@@ -143,12 +158,15 @@ def test_a_matched_sweep_by_command_goes_on_where_it_was(command, tmp_path, monk
         patch.setattr(matching, "Batch", None)
         output_of(*command, "48")
     assert {path: path.read_bytes() for path in (tmp_path / "runs").glob("*/samples.jsonl")} == before
-    kept = json.loads((tmp_path / "runs" / "matching-resident.json").read_text())
+    kept = matched()
+    assert measured in kept["bytes"].items()
     output_of(*command, "64")
-    more = json.loads((tmp_path / "runs" / "matching-resident.json").read_text())
+    more = matched()
     assert kept["bytes"].items() < more["bytes"].items()
     assert [each["target"] for each in more["matches"]] == ["48 tokens"] * 2 + ["64 tokens"] * 2
     assert more["matches"][:2] == kept["matches"]
+    output_of(*command, "48", "--method", "dense,streaming_llm:interval=8")
+    assert matched()["matches"][:4] == more["matches"] and len(matched()["matches"]) == 5
 
 
 @pytest.mark.slow

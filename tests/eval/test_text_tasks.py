@@ -203,6 +203,10 @@ def test_a_model_that_is_not_the_tiny_reasoner_needs_a_task(tmp_path):
     assert [plan.task for plan in each_task(SweepPlan())] == [""]
     plans = [(x.task, x.out) for x in each_task(SweepPlan(model=model, task="needle:keys=2,perplexity", out="here"))]
     assert plans == [("needle:keys=2", "here/needle-keys=2"), ("perplexity", "here/perplexity")]
+    spaced = each_task(SweepPlan(model=model, task="needle, perplexity,"))
+    assert [plan.task for plan in spaced] == ["needle", "perplexity"]
+    assert [plan.task for plan in each_task(SweepPlan(model=model, task="needle,"))] == ["needle"]
+    refused("task is ',', which names none", each_task, SweepPlan(model=model, task=","))
     (tmp_path / "more").mkdir()
     files = [tmp_path / "a.jsonl", tmp_path / "more" / "a.jsonl"]
     for file in files:
@@ -225,7 +229,11 @@ def test_one_command_evaluates_several_tasks(tmp_path, data):
         assert [len(store.read_samples(place / label)) for label in ("dense", "gate-32")] == [2, 2]
     assert "gate at 32: KL to dense attention" in output
     assert output.count("sampling: ") == 1, "texts that are scored are not sampled"
-    for text, said in (("perplexty", "did you mean 'perplexity'?"), ("perplexity", "samples is 1; the task")):
+    for text, said in (
+        ("perplexty", "did you mean 'perplexity'?"),
+        ("perplexity", "samples is 1; the task"),
+        ("variable_tracking:length=9000", "the model has 4,096 positions"),
+    ):
         task = ["--task", f"needle:length=130,{text}", "--samples", "1"]
         assert said in refusal(run_seergate("eval", *given[:4], *task, "--out", str(tmp_path / "other")))
     assert not (tmp_path / "other").exists(), "refused before the first task"

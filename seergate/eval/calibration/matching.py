@@ -64,6 +64,7 @@ class Replay:
         samples: samples of the dense run; `replayed` chooses one of them.
         figure: the measured quantity, a value of `MEASURES`.
         known: earlier measurements on the same answer and model; new ones are added.
+        on_measured: called after each new measurement.
     """
 
     model: PreTrainedModel
@@ -71,6 +72,7 @@ class Replay:
     samples: Sequence[dict[str, Any]]
     figure: str
     known: dict[str, float] = field(default_factory=dict)
+    on_measured: Callable[[], object] = lambda: None
 
     def __post_init__(self) -> None:
         chosen = replayed(self.samples)
@@ -103,6 +105,7 @@ class Replay:
                 for token in self.answer:
                     batch.step([token])
                 self.known[key] = float(stats.of(0)[self.figure])
+            self.on_measured()
         return self.known[key]
 
     def bytes_per_token(self) -> float:
@@ -179,7 +182,8 @@ def match(
 
     Returns:
         The settings, without repetition, and one record per target and method: ``target`` (its name),
-        ``target_bytes``, ``method``, ``label``, ``knob``, ``value``, ``bytes`` (of the replay) and ``matched``.
+        ``target_bytes``, ``method`` (with its options), ``label``, ``knob``, ``value``, ``bytes`` (of the replay) and
+        ``matched``.
     """
     per_token = replay.bytes_per_token()
     targets = {f"{budget} tokens": budget * per_token for budget in sorted(budgets)}
@@ -189,6 +193,7 @@ def match(
         if (budget_option := budget_option_of(spec)) is None:
             continue
         values = _values(spec, budget_option, replay.length, prepare, spec.bank(banks))
+        method = spec.label.replace(f"-{EVERYTHING}", "", 1)
 
         def measure(value: float, spec: MethodSpec = spec, budget_option: str = budget_option) -> float:
             return replay.bytes(prepare(with_budget(spec, budget_option, value)), spec.bank(banks))
@@ -205,15 +210,15 @@ def match(
                 {
                     "target": name,
                     "target_bytes": target,
-                    "method": spec.title,
-                    "label": setting.label if matched else spec.title,
+                    "method": method,
+                    "label": setting.label if matched else method,
                     "knob": budget_option,
                     "value": value,
                     "bytes": measured,
                     "matched": matched,
                 }
             )
-        say(f"{spec.title}, {budget_option} for {'; '.join(outcomes)}")
+        say(f"{method}, {budget_option} for {'; '.join(outcomes)}")
     return chosen, records
 
 

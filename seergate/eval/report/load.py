@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -101,6 +102,11 @@ class Setting:
         """The recorded options of its method, except those that are shown elsewhere."""
         elsewhere = {*SHOWN_ELSEWHERE, *(f"gate.{key}" for key in SHOWN_ELSEWHERE if self.kind.shares_blocks)}
         return _without(self.config["method"], *elsewhere)
+
+    @property
+    def written(self) -> dict[str, str]:
+        """The options in its directory's name, as they were given: of ``h2o-64-interval=8``, ``{"interval": "8"}``."""
+        return dict(part.split("=", 1) for part in re.split(r"-(?=\w+=)", self.directory.name)[1:])
 
     def _of(self, key: str) -> Any:
         """The value of a method's option; if a method that shares blocks does not have it, that of its gate."""
@@ -330,12 +336,18 @@ def _gated_size(setting: Setting) -> int | None:
 
 
 def _distinguishing(settings: list[Setting]) -> list[str]:
-    """The options in which settings of one method differ although the rest of their names is the same."""
+    """The options in which settings of one method differ although the rest of their names is the same. Those that were
+    calibrated for each budget (``auto``) are not among them.
+    """
     differing: dict[str, None] = {}
     for group in grouped(settings, lambda s: (s.budget, s.share, s.threshold, s.block_size, s.dense_layers)).values():
         options = [s.own_options() for s in group]
         keys = dict.fromkeys(key for own in options for key in own)
         differing |= dict.fromkeys(key for key in keys if len({repr(own.get(key)) for own in options}) > 1)
+    for key in dict.fromkeys(key for s in settings for key in s.written):  # variants at other budgets, as of --match
+        recorded = {repr(s.own_options().get(key)) for s in settings}
+        if len(recorded) > 1 and len({s.written.get(key) for s in settings}) > 1:
+            differing[key] = None
     return list(differing)
 
 

@@ -39,7 +39,8 @@ def test_every_method_has_a_look_and_a_place_of_its_own():
 
 def test_options_tell_series_apart_only_where_they_must(tmp_path):
     for window, budget, ratio in ((4, 32, 4), (8, 64, 8)):
-        write_method(tmp_path, "h2o", budget, bool, interval=1, window=window)  # as a calibrated window would be
+        calibrated = write_method(tmp_path, "h2o", budget, bool, interval=1, window=window)
+        calibrated.rename(calibrated.with_name(f"h2o-{budget}-interval=1-window=auto"))
         write_method(tmp_path, "snapkv", 64, bool, window=window, kernel=7)
         write_method(tmp_path, "rpc", None, bool, ratio=ratio, nominal=f"1/{ratio} of the answer")
     (sweep,) = load_sweeps(tmp_path)

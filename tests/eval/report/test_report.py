@@ -238,6 +238,17 @@ def test_an_option_that_is_retired_tells_settings_apart_unless_it_had_its_defaul
             assert {s.series for s in sweep.settings} == {name, f"{name}, {option}=other"}
 
 
+def test_variants_at_different_budgets_have_series_of_their_own(tmp_path):
+    """As `eval --match` makes them."""
+    for interval, budgets in ((8, (40, 100)), (16, (36, 92))):
+        for budget in budgets:
+            run_dir = write_run(tmp_path / "a", "h2o", budget, lambda i: i < 9)
+            reconfigure(run_dir, method={"interval": interval})
+            run_dir.rename(run_dir.with_name(f"{run_dir.name}-interval={interval}"))
+    (sweep,) = load_sweeps(tmp_path / "a")
+    assert {s.series for s in sweep.settings} == {"h2o, interval=8", "h2o, interval=16"}
+
+
 def test_gates_are_told_apart(tmp_path):
     """Only where two are rivals: each block size has gates of its own anyhow."""
     gates = [{"path": f"gates-{name}", "fingerprint": name * 8} for name in ("13ae", "13af")]
