@@ -224,6 +224,13 @@ def _export(options: argparse.Namespace) -> None:
 
     if options.out.is_dir() and any(options.out.iterdir()):
         raise SeergateError(f"{options.out} is not empty; name a new directory")
+    if options.format == "published":
+        for name in ("results", "licence", "loaded_as"):
+            if getattr(options, name):
+                option = name.replace("_", "-")
+                raise SeergateError(
+                    f"--{option} is for the model card, which the published format has not; leave it out"
+                )
     bank = _read_gates(options.source, options)
     if options.layers is not None:
         bank = bank.subset(options.layers)

@@ -98,21 +98,15 @@ def _try_backends() -> None:
 
 def _judge(name: str) -> None:
     """Print whether a model can be gated, according to its configuration."""
+    from seergate.config import GateConfig
     from seergate.distill.config import load_train_config
     from seergate.distill.estimate import architecture
-    from seergate.errors import SeergateError
-    from seergate.models.families import family_of, has_full_attention, kv_heads_of
+    from seergate.models.families import gate_geometry
+    from seergate.models.loading import skeleton
     from seergate.models.names import model_path
 
-    path = model_path(name)
-    config = architecture(load_train_config(name))
-    family_of(config)
-    text = config.get_text_config()
-    gated = [i for i in range(text.num_hidden_layers) if has_full_attention(text, i)]
-    if not gated:
-        raise SeergateError(f"no layer of {path} has full attention, so there is nothing to make sparse")
-    heads, kv_heads = text.num_attention_heads, kv_heads_of(text, gated[0])
+    shape = gate_geometry(skeleton(architecture(load_train_config(name))), GateConfig(rope=False))
     print(
-        f"{path}: supported. {text.model_type}, {len(gated)} of {text.num_hidden_layers} layers can be gated, "
-        f"{heads} query heads on {kv_heads} KV heads."
+        f"{model_path(name)}: supported. {shape.model_type}, {len(shape.layers)} of {shape.num_layers} layers can be "
+        f"gated, {shape.num_heads} query heads on {shape.num_kv_heads} KV heads."
     )

@@ -65,7 +65,10 @@ def given_options(options: dict[str, Any]) -> dict[str, Any]:
     """The training options given by ``--config`` and by the command line, without defaults."""
     file, launched = options.pop("config", None), options.pop("local_rank", None) is not None
     options.pop("dry_run", None)
-    values = {**(read_options(Path(file)) if file else {}), **options}
+    read = read_options(Path(file)) if file else {}
+    if "packs_per_step" in options:
+        read.pop("gradient_accumulation_steps", None)  # which would win
+    values = {**read, **options}
     # Set by the deepspeed launcher. In a file, null means "not given"; `--deepspeed none` disables DeepSpeed.
     if values.get("deepspeed") is None and (launched or "CROSS_SIZE" in os.environ):
         values["deepspeed"] = ""
@@ -128,8 +131,10 @@ def print_plan(config: TrainConfig) -> None:
     from seergate.distill.estimate import make_plan
 
     plan = make_plan(config, processes=_number("WORLD_SIZE") or 1)
-    config = replace(config, max_length=plan.config.max_length)
-    print(yaml.safe_dump(config.to_dict(), sort_keys=False, allow_unicode=True), end="")
+    values = replace(config, max_length=plan.config.max_length).to_dict()
+    if values["gradient_accumulation_steps"]:
+        del values["packs_per_step"]  # it has no effect beside the other
+    print(yaml.safe_dump(values, sort_keys=False, allow_unicode=True), end="")
     print("\n".join(f"# {line}" for line in plan.text().splitlines()))
 
 

@@ -477,6 +477,8 @@ def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | N
         values = {name: value for name, value in values.items() if not name.startswith("data_")}
     given = {**values, **overrides}
     gated = given.get("scorer", "attn_gate") == "attn_gate"  # the recommended recipe is for these gates
+    if not gated and "recipe" not in overrides:
+        given.pop("recipe", None)  # a preset's
     given.setdefault("recipe", "recommended" if gated and values.keys() == {"model"} else "paper")
     defaults = read_options(shipped(RECOMMENDED)) if given["recipe"] == "recommended" else {}
     for name, instead_of in (("init_gates", "init"), ("packs_per_step", "gradient_accumulation_steps")):

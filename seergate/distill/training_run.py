@@ -381,7 +381,8 @@ class Run:
         other_rows = progress.best_row_start not in (None, self.eval_row_start)
         progress.held_out_kl, progress.held_out_row_start = log.kl, self.eval_row_start
         progress.held_out_recall = {str(budget): share for budget, share in log.mean_recall().items()}
-        if progress.best_kl is None or other_rows or log.kl < progress.best_kl:
+        ended = self.done == self.config.max_steps  # only the last gates are there to be evaluated again
+        if progress.best_kl is None or (not ended if other_rows else log.kl < progress.best_kl):
             progress.best_kl, progress.best_step, progress.best_row_start = log.kl, step + 1, self.eval_row_start
             self._export(self.dir / "best")
 
@@ -406,6 +407,7 @@ class Run:
             "tokens_seen": self.progress.tokens,
             "kl_last_step": self.progress.final_kl,
             "kl_held_out": self.progress.held_out_kl,
+            "kl_held_out_row_start": self.progress.held_out_row_start,
             "kl_held_out_best": self.progress.best_kl,
             "recall_held_out": self.progress.held_out_recall,
         }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -28,6 +29,7 @@ from seergate.eval.sweep_plan import MATCHES, SweepPlan
 from seergate.eval.tasks.registry import TASKS
 from seergate.eval.tasks.task import Problem, Task
 from seergate.fingerprint import fingerprint, rope_of
+from seergate.hub import cached_commit
 from seergate.methods import Method
 from seergate.models.attach import attached
 from seergate.models.families import check_length, kv_heads, why_no_longer
@@ -36,7 +38,7 @@ from seergate.models.gated_model import check_base
 from seergate.models.loading import base_config, skeleton
 from seergate.models.names import TINY, check_file_served, is_tiny, load_banks, load_model, model_path, say_gates
 from seergate.models.resolving import check_anchors, check_dense_layers
-from seergate.paths import exists, model_name
+from seergate.paths import exists, is_hub_id, model_name
 from seergate.pretrained import load_tokenizer
 
 
@@ -200,14 +202,17 @@ def _check_served(plan: SweepPlan, specs: list[MethodSpec], banks: Banks) -> Non
 
 
 def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> Any:
-    """Refuse an unsupported model, gates for another model, and dense layers and anchors that it lacks. Reads only the
-    model's configuration, and returns it.
+    """Refuse an unsupported model, gates for another model, and dense layers and anchors that it lacks; warn if gates
+    were trained on another commit. Reads only the model's configuration, and returns it.
     """
     config = base_config(path)
     model = skeleton(config)
     heads = kv_heads(model)
     for bank in {id(bank): bank for bank in banks}.values():
         check_base(path, model, bank)
+        commit, newest = bank.geometry.base_revision, cached_commit(path, None) if is_hub_id(path) else None
+        if bank.geometry.base_model == path and None not in (commit, newest) and commit != newest:
+            warnings.warn(f"the gates were trained on {path} at commit {commit}, and this is {newest}", stacklevel=2)
     for method in methods:  # whose dense layers may be those of the gates
         check_dense_layers(method, int(config.get_text_config().num_hidden_layers))
         check_anchors(method, heads)

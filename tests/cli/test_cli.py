@@ -20,7 +20,9 @@ from seergate.cli.main import COMMANDS
 from seergate.eval.report.write import Report
 from seergate.methods import METHODS
 from seergate.models.names import gates_for, load_model
+from tests.decode.test_passes import SHARED
 from tests.support import evaluation as support
+from tests.support.models import tiny_model
 from tests.support.running import ROOT, output_of, refusal, refused, run_seergate
 
 ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONWARNINGS": "ignore"}
@@ -195,6 +197,10 @@ def test_doctor(saved, tmp_path, model, said):
     one_head = '{"model_type": "gemma4_text", "attention_k_eq_v": true, "num_global_key_value_heads": 1}'
     (tmp_path / "config.json").write_text(one_head)
     assert "8 query heads on 1 KV heads" in output_of("doctor", "--model", str(tmp_path))
+    tiny_model("gemma4_text", **SHARED).config.save_pretrained(tmp_path)
+    assert "1 of 4 layers can be gated" in output_of("doctor", "--model", str(tmp_path)), "without those that share"
+    (tmp_path / "config.json").write_text('{"model_type": "mistral3"}')
+    assert "no model can be built" in refusal(run_seergate("doctor", "--model", str(tmp_path)))
     (tmp_path / "config.json").write_text('{"model_type": "deepseek_v3"}')
     assert "multi-head latent attention" in refusal(run_seergate("doctor", "--model", str(tmp_path)))
 

@@ -170,6 +170,19 @@ def test_precedence_preset_file_command_line(tmp_path: Path) -> None:
     assert (config.data, config.data_limit) == ("chain_sum", 1200)  # from the preset
     assert parsed(*argv, "--data", "own.jsonl").data_limit is None, "all rows of other data"
     assert parsed("--model", "qwen3-8b", "--data", "own.jsonl").recipe == "paper"  # the preset's
+    assert parsed("--model", "smollm2-135m").recipe == "recommended"
+    for scorer in ("msa", "fast_kvzip"):
+        assert parsed("--model", "smollm2-135m", "--scorer", scorer).recipe == "paper", "of the preset, for attn_gate"
+
+
+def test_packs_per_step_have_an_effect_beside_printed_options(capsys, tmp_path: Path) -> None:
+    assert main(["--model", "tiny-reasoner", "--gradient-accumulation-steps", "1", "--dry-run"]) == 0
+    printed = capsys.readouterr().out
+    assert "gradient_accumulation_steps: 1\n" in printed and "packs_per_step" not in printed
+    (tmp_path / "run.yaml").write_text(printed)
+    again = parsed("--config", str(tmp_path / "run.yaml"))
+    assert again.in_processes(1).packs_per_step == 1
+    assert parsed("--config", str(tmp_path / "run.yaml"), "--packs-per-step", "4").in_processes(1).packs_per_step == 4
 
 
 def test_every_option_is_on_the_command_line_with_help():

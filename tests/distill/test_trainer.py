@@ -184,6 +184,10 @@ def test_the_best_is_the_lowest_of_the_rows_that_are_evaluated_now(config):
     kls = [log.kl for log in all_rows.evals]
     assert min(kls) < kls[-1]
     assert GateBank.from_pretrained(out / "best").training_record["kl_held_out"] == min(kls)
+    best = (out / "best" / "gate_model.safetensors").read_bytes()
+    trained(config, eval_row_start=0.9)  # it has ended, and evaluates the last gates only
+    assert (out / "best" / "gate_model.safetensors").read_bytes() == best
+    assert GateBank.from_pretrained(out).training_record["kl_held_out_row_start"] == 0.9
     config = replace(config, output_dir=str(out.parent / "other"))
     with pytest.raises(Stopped):
         run_distillation(config, [Signalled(4, signal.SIGTERM)])

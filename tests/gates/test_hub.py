@@ -13,6 +13,7 @@ import seergate
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.distill import load_train_config
 from seergate.distill.trainer import prepare_run
+from seergate.eval.running import check_model
 from seergate.hub import hub_call, offline, unanswered
 from seergate.models.loading import base_config, download_weights, load_base
 from tests.distill.conftest import PLAIN, byte_tokenizer
@@ -164,6 +165,8 @@ def test_base_at_its_pinned_revision_and_licence(hub, bank, tmp_path):
     for base, is_pinned in (("org/base", True), (str(changed), False)):
         other = seergate.load(REPO, token_budget=16, base_model=base).get_input_embeddings().weight
         assert torch.equal(other, model.get_input_embeddings().weight) == is_pinned
+    with pytest.warns(match=f"trained on org/base at commit {pinned}, and this is "):
+        check_model("org/base", [], [gates])  # as `seergate eval` does, which reads the newest commit
     run_example(text)
 
 
