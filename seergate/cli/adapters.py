@@ -228,9 +228,7 @@ def _export(options: argparse.Namespace) -> None:
         for name in ("results", "licence", "loaded_as"):
             if getattr(options, name):
                 option = name.replace("_", "-")
-                raise SeergateError(
-                    f"--{option} is for the model card, which the published format has not; leave it out"
-                )
+                raise SeergateError(f"--{option} is for the model card, which the published format does not have")
     bank = _read_gates(options.source, options)
     if options.layers is not None:
         bank = bank.subset(options.layers)

@@ -67,7 +67,7 @@ def run(options: argparse.Namespace) -> None:
     tiny = is_tiny(options.model)
     run = FIGURES[options.name].tiny if tiny else FIGURES[options.name].real
     _check_options(options, run, tiny)
-    label = options.name if "table" in options.name else f"figure-{options.name}"
+    label = _label(options.name)
     out = options.out or Path("runs") / f"{label}-{model_name(options.model)}"
     plan = plan_of(options, run, tiny, out)
     if plan.make_task().scored is not None:
@@ -76,7 +76,8 @@ def run(options: argparse.Namespace) -> None:
         )
     check_prompts(plan)
     check_writable(out)
-    if other := sorted(page.name for page in out.glob("*.md") if page.stem not in (label, "report")):
+    pages = {f"{_label(name)}.md" for name in FIGURES if name != options.name}
+    if other := sorted(page.name for page in out.glob("*.md") if page.name in pages):
         raise SeergateError(f"{out} has the runs of {', '.join(other)}, which would be drawn too; give another --out")
     began = time.monotonic()
     if "gate" in plan.method:
@@ -84,6 +85,10 @@ def run(options: argparse.Namespace) -> None:
     run_plan(plan)
     page = _write(options.name, out, label)
     print(f"\n{page} ({time.monotonic() - began:.0f} seconds)")
+
+
+def _label(name: str) -> str:
+    return name if "table" in name else f"figure-{name}"
 
 
 def plan_of(options: argparse.Namespace, run: dict[str, Any], tiny: bool, out: Path) -> SweepPlan:

@@ -9,7 +9,6 @@ from __future__ import annotations
 import argparse
 import gc
 import json
-import os
 import shutil
 import time
 from collections.abc import Iterable, Sequence
@@ -146,8 +145,7 @@ def _checked(options: argparse.Namespace) -> _Job:
         context = min(CONTEXT, within_positions(config, shape).max_length)
     elif context > (usable_positions(shape.get_text_config()) or context):
         raise SeergateError(f"max_length is {context}; {why_no_longer(shape.get_text_config())}")
-    # An absolute path, as training continues only if the path of its data is the same.
-    out = Path(os.path.abspath(options.out or f"runs/tune-{model_name(options.model).lower().removesuffix('.gguf')}"))
+    out = Path(options.out or f"runs/tune-{model_name(options.model).lower().removesuffix('.gguf')}")
     least = (2 + config.sink_blocks) * config.block_size
     budgets = sorted(set(options.budget or (max(least, context // part) for part in (8, 4, 2))))
     config = replace(

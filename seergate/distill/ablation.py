@@ -27,8 +27,9 @@ from seergate.yaml_file import read_yaml
 NOTES = {
     ("block_size",): "The KL of different block sizes is over different blocks: compare the recall.",
     ("target",): "KL and recall are measured against a variant's own target: compare the gates by decoding.",
-    ("scorer",): "Retention gates (fast_kvzip, trim_kv) have losses of their own: compare them by decoding.",
-    ("seed", "data", "max_length", "block_size", "sink_blocks"): "The held-out packs of the variants may differ.",
+    ("seed", "data", "data_limit", "max_length", "eval_packs", "block_size", "sink_blocks"): (
+        "The held-out packs of the variants may differ."
+    ),
     ("row_start",): "Without eval_row_start, variants with another row_start are evaluated on other rows.",
 }
 """Options in which variants differ -> what then limits the comparison."""
@@ -99,7 +100,9 @@ def variant_configs(study: Study, model: str | None, options: Mapping[str, Any])
     configs = {}
     for variant, given in study.variants.items():
         try:
-            config = load_train_config(given.get("model", model), {**common, **given})
+            steps = {"gradient_accumulation_steps"} if "packs_per_step" in given else set()  # which would win
+            shared = {name: value for name, value in common.items() if name not in steps}
+            config = load_train_config(given.get("model", model), {**shared, **given})
         except ValueError as error:
             raise SeergateError(f"the variant {variant!r} of {study.name} cannot run: {error}") from error
         if given.keys() & {"output_dir", "push_to_hub"} or config.push_to_hub:
@@ -200,6 +203,7 @@ def table(study: Study, outcomes: list[Outcome]) -> str:
     ]
     text = markdown(heads, rows)
     varied = {option for given in study.variants.values() for option in given}
+    varied -= {"row_start"} if "eval_row_start" in study.options else set()
     text += "".join(f"\n\n{note}" for options, note in NOTES.items() if varied.intersection(options))
     if any(share == 0 for outcome in outcomes for share in outcome.recall.values()):
         text += "\n\nA budget of one block is the current block, which is always read: nothing is left to recall with."

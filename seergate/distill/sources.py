@@ -207,12 +207,9 @@ def _hub(config: TrainConfig, cache: Path) -> Dataset:
                 f"the dataset {config.data!r} cannot be loaded at {revision}: the Hub does not give it, and the "
                 f"commit that was downloaded last is {commit}; try again later, or set data_revision to that"
             )
-        split = config.data_split
-        if (known := list(map(str, builder.info.splits or ()))) and re.split(r"[\[+]", split)[0] not in (
-            *known,
-            "all",
-        ):
-            raise SeergateError(f"data_split is {split!r}; {config.data} has {', '.join(known)}")
+        asked = {re.split(r"[\[(]", part)[0].strip() for part in config.data_split.split("+")}
+        if (known := set(map(str, builder.info.splits or ()))) and asked - known - {"all"}:
+            raise SeergateError(f"data_split is {config.data_split!r}; {config.data} has {', '.join(sorted(known))}")
         if not config.streaming:
             builder.download_and_prepare()
             return _limited(builder.as_dataset(split=config.data_split), config.data_limit)

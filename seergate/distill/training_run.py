@@ -400,16 +400,16 @@ class Run:
         """Write the adapter in the dtype of the frozen model."""
         if not self.world.is_main:
             return
-        skip = {"output_dir", "token_cache", "chat_template"}
+        skip, progress, best = {"output_dir", "token_cache", "chat_template"}, self.progress, self.progress.best_kl
         self.bank.training_record = {
             "config": {k: v for k, v in self.config.result_shaping().items() if k not in skip},
             "data": asdict(self.data.report),
-            "tokens_seen": self.progress.tokens,
-            "kl_last_step": self.progress.final_kl,
-            "kl_held_out": self.progress.held_out_kl,
-            "kl_held_out_row_start": self.progress.held_out_row_start,
-            "kl_held_out_best": self.progress.best_kl,
-            "recall_held_out": self.progress.held_out_recall,
+            "tokens_seen": progress.tokens,
+            "kl_last_step": progress.final_kl,
+            "kl_held_out": progress.held_out_kl,
+            "kl_held_out_row_start": progress.held_out_row_start,
+            "kl_held_out_best": best if progress.best_row_start == progress.held_out_row_start else None,
+            "recall_held_out": progress.held_out_recall,
         }
         save_adapter(self.bank.cast(base_dtype(self.config, self.world.device)), directory)
 

@@ -86,9 +86,10 @@ class RunOptions:
             return limit
         if self.max_new_tokens is None and self.max_total_tokens is None:
             return Limit(limit.max_new_tokens, room)
+        new = f"max_new_tokens to {room - longest} or " if room > longest else ""
         raise SeergateError(
             f"the answers may have {limit}, and the longest prompt has {longest:,}: {why_no_longer(text)}; set "
-            f"max_new_tokens to {room - longest} or max_total_tokens to {room} at most, or leave the limits out"
+            f"{new}max_total_tokens to {room} at most, or leave the limits out"
         )
 
     def check(self, task: Task, sampling: Sampling | None = None) -> None:

@@ -248,7 +248,8 @@ def _matched(
 
     replay = Replay(model, tokenizer, dense, MEASURES[plan.match], before["bytes"], lambda: keep(before["matches"]))
     chosen, records = match(replay, specs, plan.budget or list(task.budgets), prepare=calibrated, banks=banks)
-    new = {(record["target"], record["method"]) for record in records}
-    records = [each for each in before["matches"] if (each["target"], each["method"]) not in new] + records
+    new = {(record["target"], record[name]) for record in records for name in ("method", "label")}
+    kept = [r for r in before["matches"] if not {(r["target"], r["method"]), (r["target"], r["label"])} & new]
+    records = kept + records
     keep(records)
     return chosen

@@ -98,7 +98,22 @@ def test_models_that_are_none_and_files_without_texts_are_refused(model, data, t
         ([str(model), "--data", "other.jsonl"], "--max-length; 48 rows are left out (row 1: no messages"),
     ):
         assert message in refusal(run_seergate("tune", *arguments, "--hours", "1"))
-    assert not list(tmp_path.glob("runs/*/*.jsonl")), "of refused options, nothing is kept"
+
+
+def test_options_may_change_until_the_time_is_divided(model, data, tmp_path, monkeypatch):
+    """As after a refusal of the first; the texts are then made of the new ones."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tune._Job, "prepare", lambda job: refuse())
+    command = ["tune", str(model), "--hours", "1", "--max-length", "256", "--out", "out", "--data"]
+    (tmp_path / "other.jsonl").write_text(data.read_text().upper().replace('"TEXT"', '"text"'))
+
+    def refuse():
+        raise SeergateError("stopped here")
+
+    for file in (data, tmp_path / "other.jsonl"):
+        assert "stopped here" in refusal(run_seergate(*command, str(file)))
+        rows = [json.loads(line)["text"] for line in (tmp_path / "out" / "train.jsonl").read_text().splitlines()]
+        assert rows and all(text in file.read_text() for text in (json.dumps(row)[1:-1] for row in rows))
 
 
 def test_windows_of_texts_are_divided_too(model, tmp_path):

@@ -87,6 +87,12 @@ def test_an_ended_study_is_evaluated_again_where_that_is_not_recorded(config, mo
     assert_identical(weights(run), before)
 
 
+def test_packs_per_step_of_a_variant_have_an_effect(config: TrainConfig) -> None:
+    study = Study("packs", {}, {"two": {"packs_per_step": 2}, "four": {"packs_per_step": 4}})
+    configs = variant_configs(study, config.model, options_of(config, gradient_accumulation_steps=1))
+    assert [each.in_processes(1).packs_per_step for each in configs.values()] == [2, 4]
+
+
 def test_a_variant_may_have_a_model_of_its_own(config: TrainConfig) -> None:
     study = Study("s", {}, {"a": {"model": config.model}, "b": {"seed": 1}})
     configs = variant_configs(study, "tiny-reasoner", {}).values()

@@ -6,7 +6,9 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
+import datasets
 import pyarrow
 import pyarrow.parquet
 import pytest
@@ -14,11 +16,12 @@ import pytest
 from seergate import SeergateError
 from seergate.distill import load_train_config
 from seergate.distill.commits import model_commit
+from seergate.distill.sources import open_source
 from seergate.eval.tasks.chain_sum import make_problems
 from tests.gates.test_hub import hub as reached
 from tests.support.hub_server import File, Hub
 from tests.support.models import tiny_model
-from tests.support.running import ROOT
+from tests.support.running import ROOT, refused
 
 __all__ = ["reached"]
 
@@ -138,8 +141,8 @@ def test_without_the_hub_the_data_are_of_the_commit_that_is_said(hub, rows, tmp_
     cases += [case | {"streaming": True} for case in cases]
     answers = read(hub, tmp_path, *cases, HF_HUB_OFFLINE="1")
     assert answers[:3] == answers[7:10] == [second] * 3
-    for refused in (answers[3:7], answers[10:]):
-        for commit, message in zip((old, "0" * 40, old), refused, strict=False):
+    for each in (answers[3:7], answers[10:]):
+        for commit, message in zip((old, "0" * 40, old), each, strict=False):
             assert f"'org/rows' cannot be loaded at {commit}: the Hub does not give it" in message and new in message
         assert "the revision 'v1' of the dataset 'org/rows' cannot be looked up" in refused[3] and new in refused[3]
 
@@ -168,3 +171,18 @@ def test_training_reads_no_more_than_it_needs(hub, tmp_path):
     before = len(hub.seen("GET", "/lfs/"))
     assert "samples of 20 rows" in run(hub, tmp_path, "train.py", *f"{options}/two --seed 1".split())
     assert len(hub.seen("GET", "/lfs/")) <= before + 1, "rows that have been tokenised are not read again"
+
+
+def test_a_split_that_the_dataset_lacks_is_refused_before_the_download(tmp_path, monkeypatch):
+    def download():
+        raise SeergateError("the download began")
+
+    splits = SimpleNamespace(splits={"train": None, "rest": None})
+    builder = SimpleNamespace(hash="c" * 40, info=splits, download_and_prepare=download)
+    monkeypatch.setattr(datasets, "load_dataset_builder", lambda *_, **__: builder)
+    for split, message in (
+        ("train + nope", "data_split is 'train [+] nope'; org/rows has rest, train"),
+        ("train[:50%] + rest", "the download began"),
+    ):
+        config = load_train_config("tiny-reasoner", {"data": "org/rows", "data_split": split})
+        refused(message, open_source, config, tmp_path)

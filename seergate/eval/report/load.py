@@ -12,6 +12,7 @@ from typing import Any
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.environment import GRADES_WITH
+from seergate.eval.settings import AUTO
 from seergate.eval.statistics.intervals import Difference, Estimate, paired, wilson
 from seergate.eval.statistics.metrics import by_problem, derive
 from seergate.methods import METHODS, CompressingMethod, Method, method_class
@@ -316,7 +317,9 @@ def _named(settings: list[Setting]) -> list[Setting]:
             layers = ",".join(map(str, setting.dense_layers))
             name += f", layers {layers} dense" if layers else ", all sparse"
         for key in _distinguishing(same):
-            if (value := setting.config["method"].get(key)) is not None:
+            value = setting.config["method"].get(key)
+            value = AUTO if setting.written.get(key) == AUTO else value
+            if value is not None:
                 name += f", {key}={str(value).split(',', 1)[0]}"
         named.append(replace(setting, series=name))
     seen: dict[Any, Setting] = {}
@@ -345,9 +348,10 @@ def _distinguishing(settings: list[Setting]) -> list[str]:
         keys = dict.fromkeys(key for own in options for key in own)
         differing |= dict.fromkeys(key for key in keys if len({repr(own.get(key)) for own in options}) > 1)
     for key in dict.fromkeys(key for s in settings for key in s.written):  # variants at other budgets, as of --match
-        recorded = {repr(s.own_options().get(key)) for s in settings}
-        if len(recorded) > 1 and len({s.written.get(key) for s in settings}) > 1:
-            differing[key] = None
+        below = f"gate.{'token_budget' if key == 'read_budget' else key}"
+        for name in (key, below) if len({s.written.get(key) for s in settings}) > 1 else ():
+            if len({repr(s.own_options().get(name)) for s in settings}) > 1:
+                differing[name] = None
     return list(differing)
 
 

@@ -239,14 +239,26 @@ def test_an_option_that_is_retired_tells_settings_apart_unless_it_had_its_defaul
 
 
 def test_variants_at_different_budgets_have_series_of_their_own(tmp_path):
-    """As `eval --match` makes them."""
+    """As `eval --match` makes them. What is calibrated for each budget is one variant."""
     for interval, budgets in ((8, (40, 100)), (16, (36, 92))):
         for budget in budgets:
             run_dir = write_run(tmp_path / "a", "h2o", budget, lambda i: i < 9)
             reconfigure(run_dir, method={"interval": interval})
             run_dir.rename(run_dir.with_name(f"{run_dir.name}-interval={interval}"))
+    for name, budget, window, written in (
+        *(("lazy_eviction", 48, 24, "auto"), ("lazy_eviction", 96, 40, "auto")),
+        *(("lazy_eviction", 52, 24, "24"), ("lazy_eviction", 100, 24, "24")),
+    ):
+        run_dir = write_run(tmp_path / "a", name, budget, lambda i: i < 9)
+        reconfigure(run_dir, method={"window": window})
+        run_dir.rename(run_dir.with_name(f"{run_dir.name}-window={written}"))
+    for budget, read in ((64, 32), (96, 16)):
+        run_dir = write_run(tmp_path / "a", "h2o+gate", budget, lambda i: i < 9)
+        reconfigure(run_dir, method={"gate.token_budget": read})
+        run_dir.rename(run_dir.with_name(f"{run_dir.name}-read_budget={read}"))
     (sweep,) = load_sweeps(tmp_path / "a")
-    assert {s.series for s in sweep.settings} == {"h2o, interval=8", "h2o, interval=16"}
+    series = {"h2o, interval=8", "h2o, interval=16", "lazy_eviction, window=auto", "lazy_eviction, window=24"}
+    assert {s.series for s in sweep.settings} == series | {f"h2o+gate, gate.token_budget={n}" for n in (32, 16)}
 
 
 def test_gates_are_told_apart(tmp_path):
