@@ -144,7 +144,7 @@ def test_without_the_hub_the_data_are_of_the_commit_that_is_said(hub, rows, tmp_
     for each in (answers[3:7], answers[10:]):
         for commit, message in zip((old, "0" * 40, old), each, strict=False):
             assert f"'org/rows' cannot be loaded at {commit}: the Hub does not give it" in message and new in message
-        assert "the revision 'v1' of the dataset 'org/rows' cannot be looked up" in refused[3] and new in refused[3]
+        assert "the revision 'v1' of the dataset 'org/rows' cannot be looked up" in each[3] and new in each[3]
 
 
 def test_a_model_of_the_hub_is_known_by_its_commit(reached):
