@@ -83,7 +83,7 @@ def sweep(
     if several and options.engine in SERVERS:
         raise SeergateError(f"engine is {options.engine!r}, a server, which generates without workers; leave them out")
 
-    _check_distinct(specs, gates)
+    check_distinct(specs, gates)
     options.check_reference(specs)
     forced = None if task.scored is None else TeacherForcing.of(model, tokenizer, task)
     reference: list[dict[str, Any]] | None = None
@@ -107,7 +107,7 @@ def sweep(
     return results
 
 
-def _check_distinct(specs: list[MethodSpec], gates: Banks) -> None:
+def check_distinct(specs: list[MethodSpec], gates: Banks) -> None:
     """Raise `SeergateError` if two settings, with their defaults, are the same run: no report could separate them."""
     by_description: dict[str, MethodSpec] = {}
     for spec in specs:

@@ -23,7 +23,7 @@ from seergate.eval.generation.served import check_served, engine_version
 from seergate.eval.method_text import read_method
 from seergate.eval.progress import EvalProgress
 from seergate.eval.report.findings import UNANSWERED
-from seergate.eval.runner import encoded_prompts, sweep
+from seergate.eval.runner import check_distinct, encoded_prompts, sweep
 from seergate.eval.settings import Banks, MethodSpec, with_each
 from seergate.eval.sweep_plan import MATCHES, SweepPlan
 from seergate.eval.tasks.registry import TASKS
@@ -115,6 +115,7 @@ def run_plan(plan: SweepPlan) -> Path:
     check_auto(specs, plan.match != MATCHES[0])
     if plan.engine != "transformers":
         _check_served(plan, specs, banks)
+    check_distinct([spec for spec in specs if not spec.uncalibrated], banks)
     if plan.match != MATCHES[0]:
         specs = distinct(specs)  # their budgets are matched once the model is loaded
 

@@ -121,6 +121,7 @@ def test_gates_of_a_model_are_found_beside_it(tmp_path):
         (["--workers", "-1"], "workers is -1"),
         (["--task", "TASK", "--grader", "foo"], "there is no grader 'foo'"),
         (["--method", "gate"], "with --gates; `seergate train` makes"),
+        (["--method", "dense,quest,quest:block_size=64", "--match", "read"], "quest-128-block_size=64' mean the same"),
         (["--method", "gate", "--gates", "."], "gate_config.json"),
         (["--method", "gate", "--gates", GATES], "num_layers is 2 in the model and 4 in the gates"),
         (["--out", __file__], "is a file"),
