@@ -347,11 +347,13 @@ def _distinguishing(settings: list[Setting]) -> list[str]:
         options = [s.own_options() for s in group]
         keys = dict.fromkeys(key for own in options for key in own)
         differing |= dict.fromkeys(key for key in keys if len({repr(own.get(key)) for own in options}) > 1)
-    for key in dict.fromkeys(key for s in settings for key in s.written):  # variants at other budgets, as of --match
-        below = f"gate.{'token_budget' if key == 'read_budget' else key}"
-        for name in (key, below) if len({s.written.get(key) for s in settings}) > 1 else ():
-            if len({repr(s.own_options().get(name)) for s in settings}) > 1:
-                differing[name] = None
+    for group in grouped(settings, lambda s: (s.block_size, s.dense_layers)).values():  # at any budgets, as of --match
+        for key in dict.fromkeys(key for s in group for key in s.written):
+            if len({s.written.get(key) for s in group}) > 1:
+                names = key, f"gate.{'token_budget' if key == 'read_budget' else key}"
+                differing |= {
+                    name: None for name in names if len({repr(s.own_options().get(name)) for s in group}) > 1
+                }
     return list(differing)
 
 
