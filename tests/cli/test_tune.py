@@ -187,8 +187,8 @@ def test_all_of_it_killed_and_continued(model, data, tmp_path, monkeypatch):
     steps = state["decision"]["steps"]
     assert steps == 76 and state["decision"]["problems"] == 8  # twice 40 texts in 38 packs
 
-    def again(*more):
-        return run_seergate(*command, "--out", os.path.relpath(out), *more)
+    def again(*more, place=str(out)):
+        return run_seergate(*command, "--out", place, *more)
 
     message = refusal(again("--budget", "96"))
     assert "budget is [96], but" in message and "was begun with [48, 64, 128]" in message
@@ -209,7 +209,7 @@ def test_all_of_it_killed_and_continued(model, data, tmp_path, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(running, "run_plan", interrupted)
-        done = again()
+        done = again(place=os.path.relpath(out))
     assert done.returncode == 130 and evaluated == ["needle", "perplexity"]
     assert f"decided: {steps} steps" in done.stdout and "continuing after step" in done.stdout
     kept = {path: path.read_bytes() for path in (out / "needle").glob("*/samples.jsonl")}
