@@ -9,7 +9,8 @@ import torch
 
 import seergate
 from seergate import GateBank, GateConfig
-from seergate.eval import RunOptions, make_task, store, sweep
+from seergate.cli.eval import run_and_report
+from seergate.eval import RunOptions, make_task, running, store, sweep
 from seergate.eval.forced import TeacherForcing
 from seergate.eval.generation.batch import Batch
 from seergate.eval.generation.costs import RowStats
@@ -237,6 +238,24 @@ def test_one_command_evaluates_several_tasks(tmp_path, data):
         task = ["--task", f"needle:length=130,{text}", "--samples", "1"]
         assert said in refusal(run_seergate("eval", *given[:4], *task, "--out", str(tmp_path / "other")))
     assert not (tmp_path / "other").exists(), "refused before the first task"
+
+
+def test_every_task_has_all_threads(tmp_path, monkeypatch):
+    """`run_plan` divides them among workers, and leaves the process with fewer."""
+    seen, before = [], torch.get_num_threads()
+
+    def run_plan(plan):
+        seen.append(torch.get_num_threads())
+        torch.set_num_threads(1)
+        return tmp_path
+
+    monkeypatch.setattr(running, "run_plan", run_plan)
+    torch.set_num_threads(3)
+    try:
+        run_and_report(SweepPlan(task="chain_sum:problems=1,variable_tracking:length=300:problems=1"), report=False)
+    finally:
+        torch.set_num_threads(before)
+    assert seen == [3, 3]
 
 
 def test_answers_in_which_the_grader_finds_nothing_are_told_of(tmp_path):
