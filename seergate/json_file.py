@@ -9,6 +9,9 @@ from typing import Any
 
 from seergate.errors import SeergateError
 
+LINES = (".jsonl", ".ndjson")
+"""Suffixes of JSON Lines files."""
+
 
 def read_json_text(text: str | bytes, *, unique: bool = False) -> Any:
     """Parse JSON; a `ValueError` for every text that Python does not read, even one nested too deeply. If ``unique``,

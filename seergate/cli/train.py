@@ -24,7 +24,7 @@ from seergate.cli.arguments import Command
 from seergate.cli.console import guarded
 from seergate.cli.openmp import bound_spinning
 from seergate.config import is_retention
-from seergate.distill.config import TrainConfig, load_train_config, option_parser, read_options
+from seergate.distill.config import TrainConfig, load_train_config, option_parser, overridden, read_options
 from seergate.models.names import presets
 from seergate.options import Parser
 from seergate.paths import shipped
@@ -65,10 +65,7 @@ def given_options(options: dict[str, Any]) -> dict[str, Any]:
     """The training options given by ``--config`` and by the command line, without defaults."""
     file, launched = options.pop("config", None), options.pop("local_rank", None) is not None
     options.pop("dry_run", None)
-    read = read_options(Path(file)) if file else {}
-    if "packs_per_step" in options:
-        read.pop("gradient_accumulation_steps", None)  # which would win
-    values = {**read, **options}
+    values = overridden(read_options(Path(file)) if file else {}, options)
     # Set by the deepspeed launcher. In a file, null means "not given"; `--deepspeed none` disables DeepSpeed.
     if values.get("deepspeed") is None and (launched or "CROSS_SIZE" in os.environ):
         values["deepspeed"] = ""

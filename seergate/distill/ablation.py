@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from seergate.distill.config import TrainConfig, load_train_config
+from seergate.distill.config import TrainConfig, load_train_config, overridden
 from seergate.errors import SeergateError, did_you_mean
 from seergate.escaping import markdown_text
 from seergate.eval.report.tables import markdown
@@ -100,9 +100,7 @@ def variant_configs(study: Study, model: str | None, options: Mapping[str, Any])
     configs = {}
     for variant, given in study.variants.items():
         try:
-            steps = {"gradient_accumulation_steps"} if "packs_per_step" in given else set()  # which would win
-            shared = {name: value for name, value in common.items() if name not in steps}
-            config = load_train_config(given.get("model", model), {**shared, **given})
+            config = load_train_config(given.get("model", model), overridden(common, given))
         except ValueError as error:
             raise SeergateError(f"the variant {variant!r} of {study.name} cannot run: {error}") from error
         if given.keys() & {"output_dir", "push_to_hub"} or config.push_to_hub:

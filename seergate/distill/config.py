@@ -481,10 +481,17 @@ def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | N
         given.pop("recipe", None)  # a preset's
     given.setdefault("recipe", "recommended" if gated and values.keys() == {"model"} else "paper")
     defaults = read_options(shipped(RECOMMENDED)) if given["recipe"] == "recommended" else {}
-    for name, instead_of in (("init_gates", "init"), ("packs_per_step", "gradient_accumulation_steps")):
-        if given.get(name):
-            defaults.pop(instead_of, None)
-    return TrainConfig.from_dict({**defaults, **given})
+    if given.get("init_gates"):
+        defaults.pop("init", None)
+    return TrainConfig.from_dict(overridden(defaults, given))
+
+
+def overridden(options: Mapping[str, Any], by: Mapping[str, Any]) -> dict[str, Any]:
+    """Options overridden by others. ``packs_per_step`` also overrides ``gradient_accumulation_steps``, which would
+    otherwise win over it.
+    """
+    replaced = {"gradient_accumulation_steps"} if by.get("packs_per_step") else set()
+    return {name: value for name, value in options.items() if name not in replaced} | dict(by)
 
 
 def locate_model(config: TrainConfig) -> TrainConfig:

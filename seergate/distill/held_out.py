@@ -14,6 +14,7 @@ from seergate.distill.formatting import Formatter, MalformedRow
 from seergate.distill.long_text import SUFFIXES, referring_back, texts, texts_here, windows
 from seergate.distill.sources import json_rows
 from seergate.errors import SeergateError
+from seergate.json_file import LINES
 from seergate.progress import working
 
 if TYPE_CHECKING:
@@ -47,7 +48,7 @@ def divide(data: str | None, config: TrainConfig, tokenizer: PreTrainedTokenizer
         config: configuration of the training run; windows are about as long as its packs.
         length: minimum number of tokens of a held-out text.
     """
-    if data is not None and Path(data).suffix in (".jsonl", ".ndjson"):
+    if data is not None and Path(data).suffix in LINES:
         rows, every, malformed = _rows(Path(data), Formatter(tokenizer, config.data_column, config.chat_template))
         held_out = _held_out(every, tokenizer, length, data, malformed)
         return Divided(

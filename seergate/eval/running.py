@@ -19,6 +19,7 @@ from seergate.eval import store
 from seergate.eval.calibration.calibrator import Calibrator, check_auto
 from seergate.eval.calibration.matching import MEASURES, Replay, distinct, match, record_path, replayed
 from seergate.eval.generation.cluster import check_ray
+from seergate.eval.generation.samples import Limit
 from seergate.eval.generation.served import check_served, engine_version
 from seergate.eval.method_text import read_method
 from seergate.eval.progress import EvalProgress
@@ -95,13 +96,19 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
 
 def check_prompts(plan: SweepPlan) -> None:
     """Refuse a plan by `checked_task`, and if its prompts and answers do not fit into the model's positions."""
-    task, problems = checked_task(plan)
     path = model_path(plan.model)
-    text = base_config(path).get_text_config()
+    _limit(plan, *checked_task(plan), load_tokenizer(path), base_config(path).get_text_config())
+
+
+def _limit(
+    plan: SweepPlan, task: Task, problems: list[Problem], tokenizer: PreTrainedTokenizerBase, text: Any
+) -> Limit:
+    """Maximum length of the answers, or of the scored texts. Refuses what does not fit into the model's positions."""
     if task.scored is None:
-        encoded_prompts(load_tokenizer(path), problems, task, plan, text)
-    else:
-        check_length(text, plan.limit(task).of(0), "a text of the task's length")
+        return encoded_prompts(tokenizer, problems, task, plan, text)[1]
+    limit = plan.limit(task)
+    check_length(text, limit.of(0), "a text of the task's length")
+    return limit
 
 
 def run_plan(plan: SweepPlan) -> Path:
@@ -124,11 +131,8 @@ def run_plan(plan: SweepPlan) -> Path:
     config = check_model(
         path, methods, [bank for spec in specs if spec.has_gates and (bank := spec.bank(banks)) is not None]
     )
-    tokenizer, text, limit = load_tokenizer(path), config.get_text_config(), plan.limit(task)
-    if task.scored is None:
-        limit = encoded_prompts(tokenizer, problems, task, plan, text)[1]
-    else:
-        check_length(text, limit.of(0), "a text of the task's length")
+    tokenizer, text = load_tokenizer(path), config.get_text_config()
+    limit = _limit(plan, task, problems, tokenizer, text)
     engine = "" if plan.engine == "transformers" else f"-{plan.engine}"
     name = directory_of(plan.task) or task.name
     out = Path(plan.out) if plan.out else Path("runs") / f"eval-{model_name(path)}-{name}{engine}"

@@ -24,7 +24,7 @@ from seergate.eval.tasks.hub_tasks import HUB_TASKS, MATH_INSTRUCTION, PAPER_LEN
 from seergate.eval.tasks.humaneval import humaneval
 from seergate.eval.tasks.retrieval import needle, perplexity, variable_tracking
 from seergate.eval.tasks.task import Problem, Task, as_text, words
-from seergate.json_file import json_lines
+from seergate.json_file import LINES, json_lines
 from seergate.paths import exists
 
 
@@ -168,7 +168,7 @@ def make_task(name: str, **options: Any) -> Task:
     """
     given = {key: value for key, value in options.items() if value is not None}
     arguments: tuple[str, ...] = ()
-    is_file = name.endswith((".jsonl", ".ndjson"))
+    is_file = name.endswith(LINES)
     if name.partition(":")[0] in TASKS and not (is_file and exists(name)):
         make: Callable[..., Task] = TASKS[name.partition(":")[0]]
     elif is_file:

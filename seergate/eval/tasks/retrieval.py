@@ -28,7 +28,7 @@ from seergate.errors import SeergateError
 from seergate.eval.sampling import Sampling
 from seergate.eval.tasks.prompts import encode, prompt_text
 from seergate.eval.tasks.task import Problem, Task
-from seergate.json_file import json_lines
+from seergate.json_file import LINES, json_lines
 from seergate.pretrained import beginning
 
 _NAMES = """
@@ -38,8 +38,6 @@ Seattle Denver Dallas Tokyo Seoul Beijing Delhi Mumbai Bangkok Manila Jakarta Sy
 """
 CITIES = _NAMES.split()
 DEPTHS = (0, 25, 50, 75, 100)
-ROWS = (".jsonl", ".ndjson")
-"""Suffixes of files of records with a ``text``."""
 SETTLING = 16
 """Tokens of a text between the prompt and the scored tokens; needed as some methods evict nothing at first."""
 CUT = 32
@@ -189,7 +187,7 @@ def perplexity(*, problems: int = 16, length: int = 2048, scored: int = 256, dat
     check_count("scored", scored, 1)
     if length < scored + SETTLING + 2:
         raise ValueError(f"length is {length}; it must be at least {scored + SETTLING + 2}, with scored {scored}")
-    name, text = ("", "") if data and data.endswith(ROWS) else text_of(data)
+    name, text = ("", "") if data and data.endswith(LINES) else text_of(data)
 
     def load(tokenizer: PreTrainedTokenizerBase) -> list[Problem]:
         if text:
@@ -303,7 +301,7 @@ def text_of(data: str | None) -> tuple[str, str]:
         version = ".".join(map(str, sys.version_info[:3]))
         return f"pydoc_data.topics of Python {version}", "\n\n".join(topics[name] for name in sorted(topics))
     try:
-        text = "\n\n".join(texts_of(data)) if data.endswith(ROWS) else Path(data).read_text(encoding="utf-8-sig")
+        text = "\n\n".join(texts_of(data)) if data.endswith(LINES) else Path(data).read_text(encoding="utf-8-sig")
     except (OSError, UnicodeDecodeError) as error:
         raise SeergateError(f"data is {data!r}, which cannot be read as text: {error}") from error
     if not text.strip():
