@@ -150,6 +150,8 @@ print(*sys.modules)
     heavy = {"transformers", "deepspeed", "datasets", "accelerate", "triton", "matplotlib", "tensorboard"}
     heavy.add("seergate.methods.reason_cache.evaluator")
     assert not heavy & set(done.stdout.split())
+    code = "import seergate.cli.main, sys; assert not {'torch', 'numpy'} & sys.modules.keys()"  # a quick --help
+    subprocess.run([sys.executable, "-c", code], cwd=ROOT, check=True)
 
 
 def test_public_methods_have_docstrings() -> None:

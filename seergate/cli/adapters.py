@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 from seergate.cli.arguments import Command
 from seergate.errors import SeergateError
-from seergate.gates.card import percent_right, scoring, titled
 from seergate.paths import directory_here, is_hub_id, is_local_model
 
 if TYPE_CHECKING:
@@ -52,6 +51,8 @@ def _info(options: argparse.Namespace) -> None:
 
 
 def _facts_of(bank: GateBank) -> dict[str, Any]:
+    from seergate.gates.card import scoring
+
     gate, geometry = bank.config, bank.geometry
     return {
         "gates": {
@@ -80,6 +81,8 @@ def _facts_of(bank: GateBank) -> dict[str, Any]:
 
 
 def _say(facts: dict[str, Any]) -> None:
+    from seergate.gates.card import percent_right, titled
+
     for title in ("gates", "base model"):
         print(title)
         _table(facts[title])
