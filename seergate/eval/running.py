@@ -33,9 +33,8 @@ from seergate.fingerprint import fingerprint, rope_of
 from seergate.hub import cached_commit
 from seergate.methods import Method
 from seergate.models.attach import attached
-from seergate.models.families import check_length, kv_heads, why_no_longer
+from seergate.models.families import check_gates, check_length, kv_heads, why_no_longer
 from seergate.models.gate_bank import GateBank
-from seergate.models.gated_model import check_base
 from seergate.models.loading import base_config, skeleton
 from seergate.models.names import TINY, check_file_served, is_tiny, load_banks, load_model, model_path, say_gates
 from seergate.models.resolving import check_anchors, check_dense_layers
@@ -214,7 +213,7 @@ def check_model(path: str, methods: list[Method], banks: list[GateBank]) -> Any:
     model = skeleton(config)
     heads = kv_heads(model)
     for bank in {id(bank): bank for bank in banks}.values():
-        check_base(path, model, bank)
+        check_gates(model, bank)
         commit, newest = bank.geometry.base_revision, cached_commit(path, None) if is_hub_id(path) else None
         if bank.geometry.base_model == path and None not in (commit, newest) and commit != newest:
             warnings.warn(f"the gates were trained on {path} at commit {commit}, and this is {newest}", stacklevel=2)

@@ -14,7 +14,6 @@ import yaml
 from seergate.durable import lock, naming, replacing
 from seergate.errors import SeergateError
 from seergate.json_file import read_json_text
-from seergate.methods.registry import RETIRED_OPTIONS
 from seergate.yaml_file import read_yaml
 
 CONFIG, SAMPLES, METRICS, PROXIES = "config.yaml", "samples.jsonl", "metrics.json", "proxies.json"
@@ -197,15 +196,11 @@ def write_yaml(path: Path, config: dict[str, Any]) -> None:
 
 
 def read_config(directory: Path) -> dict[str, Any]:
-    """The pinned configuration, without retired options of the method that have their defaults."""
+    """The pinned configuration."""
     path = directory / CONFIG
     if not path.is_file():
         raise SeergateError(f"{directory} holds no {CONFIG}; it is not a run directory")
-    config = read_yaml(path)
-    if isinstance(method := config.get("method"), dict):
-        retired = RETIRED_OPTIONS.get(str(method.get("name")).partition("+")[0], {}).items()
-        config["method"] = {option: value for option, value in method.items() if (option, value) not in retired}
-    return config
+    return read_yaml(path)
 
 
 def read_json(path: Path) -> dict[str, Any] | None:

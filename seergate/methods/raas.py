@@ -67,15 +67,11 @@ class RaaSState(PageState, EvictingState):
     def observe_attention(self, step: Step) -> None:
         """Record which pages are used at this step."""
         pages, bounds, used = self._page_counts(step), self.bounds(step), self.rows["used"]
-        total, device = max(pages), used.device
+        device = used.device
         now = torch.tensor(self.decoded, dtype=torch.int32, device=device)[:, None, None]
-        if self.method.threshold is None:
-            counts = [self._used(count) for count in pages]
-            index = best(bounds, counts)  # its padding falls on pages that the row does not have yet
-            used.scatter_(2, index, now.expand_as(index))
-        else:
-            hit = (bounds * step.sm_scale).softmax(-1) >= self.method.threshold
-            used[:, :, :total] = torch.where(hit, now, used[:, :, :total])
+        counts = [self._used(count) for count in pages]
+        index = best(bounds, counts)  # its padding falls on pages that the row does not have yet
+        used.scatter_(2, index, now.expand_as(index))
         used[torch.arange(len(pages), device=device), :, torch.tensor(pages, device=device) - 1] = now[:, 0]
 
     @without_gradients
@@ -117,8 +113,6 @@ class RaaS(EvictingMethod):
         block_size: tokens per page.
         share: share of the pages that counts as used at a step, rounded down, at least one page; the paper's r.
         share_of: ``"resident"``: of the resident pages, the prompt's included; ``"budget"``: of the budget's pages.
-        threshold: if set, the used pages are those whose softmax over all bounds is at least this; an earlier version
-            of the paper does so with attention probabilities.
         prompt: ``"pinned"``: its pages stay and count in the budget, as in the paper; ``"extra"``: they stay and do
             not count, so that the whole budget is for generated tokens; ``"evictable"``: they count and are evicted
             like all others. Such a prompt stays whole until the first generated token, and pages not used then count
@@ -133,7 +127,6 @@ class RaaS(EvictingMethod):
     block_size: int = 16
     share: float = 0.5
     share_of: str = "resident"
-    threshold: float | None = None
     prompt: str = "pinned"
     group_reduction: str = "max"
 
@@ -143,8 +136,6 @@ class RaaS(EvictingMethod):
         check_share(self, "share")
         check_choice(self, prompt=("pinned", "extra", "evictable"), share_of=("resident", "budget"))
         check_choice(self, group_reduction=("max", "mean"))
-        if self.threshold is not None:
-            check_share(self, "threshold")
 
 
 def recency(used_RKN: Tensor, bounds_RKN: Tensor) -> Tensor:

@@ -32,18 +32,6 @@ AnyMethod = TypeVar("AnyMethod", bound=type[Method])
 METHODS: dict[str, type[Method]] = {}
 """Name -> class of every known method, in the order in which reports list them."""
 
-RETIRED_OPTIONS: dict[str, dict[str, Any]] = {
-    "h2o": {"normalise": "sum"},
-    "kv4bit": {"key_groups": "channel"},
-    "r_kv": {"spare_first": False},
-    "raas": {"prompt_budget": None},
-    "random_evict": {"law": "redraw", "scope": "kv_head"},
-    "random_sharing": {"asynchronous": False, "pairing": "ordinal", "percentile_of": "request"},
-    "reason_cache": {"asynchronous": False, "pairing": "ordinal", "percentile_of": "request"},
-    "tri_attention": {"offset_reduction": "mean"},
-}
-"""Method -> options that it no longer has, with their defaults. A recorded run with these equals one without them."""
-
 
 def _check(kind: Any) -> None:
     if not (isinstance(kind, type) and issubclass(kind, Method)):

@@ -8,7 +8,6 @@ from typing import TYPE_CHECKING, Any
 from seergate.config import DecodeConfig, Rectify
 from seergate.errors import SeergateError
 from seergate.models.attach import attach
-from seergate.models.families import gate_geometry
 from seergate.models.gate_bank import GateBank
 from seergate.models.loading import base_config, load_base, skeleton
 from seergate.models.resolving import check_decode_options, check_given, decode_options, method_of
@@ -82,18 +81,10 @@ def load(
     check_decode_options(options, decode_options(bank), of_model)
     of_config = {name: value for name, value in options.items() if name not in MODEL_OPTIONS}
     without_weights = skeleton(base_config(base, revision=pinned, **hub, **of_config))
-    check_base(base, without_weights, bank)
     attach(without_weights, method, correction=correction, storage=storage)  # refuses before weights are read
     model = load_base(base, revision=pinned, **hub, **options)
     attach(model, method, correction=correction, storage=storage)
     return model
-
-
-def check_base(name: str | os.PathLike[str], model: PreTrainedModel, bank: GateBank) -> None:
-    """Raise `SeergateError` if gates do not match the base model ``name``; ``model`` may have no weights."""
-    problems = bank.geometry.mismatches(gate_geometry(model, bank.config))
-    if problems:
-        raise SeergateError(f"these gates are for another model than {name}: {'; '.join(problems)}")
 
 
 def _base_of(

@@ -63,16 +63,6 @@ def test_other_settings_are_refused(tmp_path):
         refused(f"holds a run with other settings: {field}", small, tmp_path, **change)
 
 
-def test_a_retired_option_is_no_other_setting_if_it_had_its_default(tmp_path):
-    spec, config = MethodSpec("h2o", 64), tmp_path / "config.yaml"
-    small(tmp_path, spec=spec)
-    now = config.read_text()
-    config.write_text(now.replace("  recent_tokens:", "  normalise: sum\n  recent_tokens:"))
-    assert small(tmp_path, spec=spec)["n_samples"] == 4 and config.read_text() != now
-    config.write_text(config.read_text().replace("normalise: sum", "normalise: mean"))
-    refused("method.normalise was 'mean' and is None", small, tmp_path, spec=spec)
-
-
 def test_the_version_that_mathematics_was_graded_with_may_not_change(tmp_path, monkeypatch):
     path = tmp_path / "mine.jsonl"
     path.write_text('{"prompt": "boxed a1 1 a2 2", "answer": "3"}\n{"prompt": "boxed a1 1 a2 3", "answer": "4"}\n')

@@ -10,8 +10,7 @@ from seergate.eval import MethodSpec, RunOptions, Sampling, evaluate, make_task
 from seergate.eval.proxies import measure_proxies
 from seergate.eval.report import write_report
 from seergate.eval.report.tables import NONE
-from seergate.eval.store import read_config, read_samples, write_yaml
-from seergate.methods.registry import RETIRED_OPTIONS
+from seergate.eval.store import read_samples
 from tests.eval.test_engine import LONG, run, tokens
 from tests.support import evaluation as support
 
@@ -64,7 +63,7 @@ def test_an_answer_does_not_depend_on_its_batch():
 
 
 def test_a_run_says_what_it_shared(tmp_path, monkeypatch):
-    """An interrupted run of an earlier version, too; and the report names a setting that shared nothing."""
+    """An interrupted run, too; and the report names a setting that shared nothing."""
     monkeypatch.setattr("seergate.eval.environment.git_revision", lambda: None)  # it may change while this runs
     model, task = babbling(), make_task("chain_sum", problems=3, variables=4)
     model.name_or_path = str(support.save(tmp_path / "model"))
@@ -76,9 +75,6 @@ def test_a_run_says_what_it_shared(tmp_path, monkeypatch):
     dense, shares, shares_not = metrics_by_label.values()
     assert dense["amsr"] is None and shares["amsr"] > 0 and shares_not["amsr"] == 0
     run_dir = tmp_path / "runs" / list(metrics_by_label)[1]
-    config = read_config(run_dir)
-    config["method"] |= RETIRED_OPTIONS["reason_cache"]  # as an earlier version wrote it
-    write_yaml(run_dir / "config.yaml", config)
     before = {sample["problem_id"]: sample["completion"] for sample in read_samples(run_dir)}
     support.edit_samples(run_dir, lambda rows: rows[:1])
     resumed = evaluate(model, support.tokenizer(), task, MethodSpec("reason_cache", options=OPTIONS), run_dir, options)

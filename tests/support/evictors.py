@@ -187,7 +187,6 @@ EVICTORS = {
     "r_kv by length": _pooled(methods.RKV, naive.RKV, 4, 6, {"by_length": True}, trigger="length"),
     "raas": _raas(lambda n, t: max(C, _pages(n, 4) + 4) + 1),
     "raas extra": _raas(_beside, prompt="extra"),
-    "raas threshold": _raas(_beside, prompt="extra", threshold=0.05),
     "raas of the budget": _raas(_beside, prompt="extra", share_of="budget"),
     "raas evictable": _raas(lambda n, t: max(n, C) + 1 if t <= 1 else C + 1, prompt="evictable"),
     "rpc": _rpc({}),

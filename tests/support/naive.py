@@ -246,8 +246,8 @@ class RPC:
 
 
 class RaaS:
-    def __init__(self, budget, page, share=0.5, threshold=None, prompt="pinned", of_budget=False):
-        self.pages, self.page, self.share, self.threshold = budget // page, page, share, threshold
+    def __init__(self, budget, page, share=0.5, prompt="pinned", of_budget=False):
+        self.pages, self.page, self.share = budget // page, page, share
         self.prompt, self.of_budget, self.used = prompt, of_budget, {}
 
     def bounded(self, past, head):
@@ -265,12 +265,8 @@ class RaaS:
         for head in range(past.keys.shape[1]):
             pages, bounds = self.bounded(past, head)
             names = [page[0] for page in pages]
-            if self.threshold is None:
-                fresh = sorted(names, key=lambda n: (bounds[n], n), reverse=True)
-                fresh = fresh[: max(1, int(self.share * (self.pages if self.of_budget else len(names))))]
-            else:
-                weights = softmax(past.scale * np.array([bounds[n] for n in names]))
-                fresh = [n for n, weight in zip(names, weights, strict=True) if weight >= self.threshold]
+            fresh = sorted(names, key=lambda n: (bounds[n], n), reverse=True)
+            fresh = fresh[: max(1, int(self.share * (self.pages if self.of_budget else len(names))))]
             for n in [*fresh, names[-1]]:
                 self.used[past.layer, head, n] = past.decoded
             of_prompt = [n for n in names if n < past.prompt]

@@ -59,7 +59,7 @@ def gate_kl(
                     log_p_NR, log_pi_NR = u_NR.log_softmax(0), logits_NR.log_softmax(0)
                     p_NR = log_p_NR.exp()
                     kl += ((log_p_NR - log_pi_NR) * p_NR).sum(dtype=torch.float64)
-                    _add_recall(sums.recall_IK[:, head], past_blocks, logits_NR, p_NR)
+                    add_recall(sums.recall_IK[:, head], past_blocks, logits_NR, p_NR)
                     if dqg_TKE is None and dkg_KME is None:
                         continue
                     delta_NR = log_pi_NR.exp_().sub_(p_NR)
@@ -146,7 +146,7 @@ class Sums:
         return self.loss.to(dtype), (kl_K, count, recall_IK), dq, dk
 
 
-def _add_recall(recall_I: Tensor, past_blocks: list[int], logits_NR: Tensor, p_NR: Tensor) -> None:
+def add_recall(recall_I: Tensor, past_blocks: list[int], logits_NR: Tensor, p_NR: Tensor) -> None:
     """Add the teacher's probability in the gate's best ``past_blocks`` blocks, summed over rows. Ties go to the lower
     index, as in decoding.
     """

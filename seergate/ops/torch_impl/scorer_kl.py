@@ -10,7 +10,7 @@ from torch import Tensor
 
 from seergate.ops.attention import Pack
 from seergate.ops.losses import GateKLStats, LossOptions, Scores
-from seergate.ops.torch_impl.gate_kl import Outcome, Sums, rows_and_weights, with_gradients
+from seergate.ops.torch_impl.gate_kl import Outcome, Sums, add_recall, rows_and_weights, with_gradients
 from seergate.ops.torch_impl.teacher import MASKED, Teacher, in_pack, wide_dtype
 
 
@@ -28,11 +28,10 @@ def scorer_kl(
     """The op on checked arguments."""
     sink_blocks, dtype = options.sink_blocks, wide_dtype(pack.q, pack.k, qs, ks)
     teacher = Teacher(pack, block_size, dtype, lse, sink_blocks)
-    always = 1 + sink_blocks  # blocks that are read whatever the scorer says
     total, rows, weights = rows_and_weights(teacher.spans, block_size, teacher.kv_heads, options)
     per_token = qs.shape[1] // entry_tokens  # scores that the scorer computes per row and token
     plans = [teacher.chunks(some, per_token) for some in rows]
-    past_blocks = [max(0, budget // block_size - always) for budget in options.recall_budgets]
+    past_blocks = [budget // block_size - 1 - sink_blocks for budget in options.recall_budgets]
     log_targets = Teacher.log_targets if target == "max" else log_masses
 
     def run(want_dqs: bool, want_dks: bool) -> Outcome:
@@ -56,11 +55,11 @@ def scorer_kl(
                 delta_KRN = torch.empty_like(logits_KRN)
                 for head, a_RN in enumerate(logits_KRN.detach().to(dtype)):
                     u_RN = log_targets(teacher, keys_KSD[head], start, chunk, head, scratch).T
-                    for i, count in enumerate(past_blocks):
-                        sums.recall_IK[i, head] += _recall(a_RN, u_RN, count)
-                    kl, delta_RN = _compared(a_RN, u_RN)
-                    sums.add(kl, weight, head)
-                    delta_KRN[head] = delta_RN * weight
+                    log_p_RN, log_pi_RN = u_RN.log_softmax(1), a_RN.log_softmax(1)
+                    p_RN = log_p_RN.exp()
+                    sums.add(((log_p_RN - log_pi_RN) * p_RN).sum(dtype=torch.float64), weight, head)
+                    add_recall(sums.recall_IK[:, head], past_blocks, a_RN.T, p_RN.T)
+                    delta_KRN[head] = (log_pi_RN.exp() - p_RN) * weight
                 sides = [x for x in (qs_RIE, ks_MJE) if x.requires_grad]
                 if sides:
                     gradients = iter(torch.autograd.grad(logits_KRN, sides, delta_KRN))
@@ -85,22 +84,3 @@ def log_masses(teacher: Teacher, keys_SD: Tensor, start: int, rows: range, head:
     lse_X = teacher.lse(scores_SX, block_max_NX, start, rows, head)
     u_NR = (block_lse_NX[teacher.sink_blocks :] - lse_X).view(-1, teacher.group, len(rows)).logsumexp(1)
     return u_NR.masked_fill_(teacher.not_past(rows), MASKED)
-
-
-def _compared(a_RN: Tensor, u_RN: Tensor) -> tuple[Tensor, Tensor]:
-    """Sum of the rows' KL (float64) and its derivative by the scores."""
-    log_p_RN, log_pi_RN = u_RN.log_softmax(1), a_RN.log_softmax(1)
-    p_RN = log_p_RN.exp()
-    return ((log_p_RN - log_pi_RN) * p_RN).sum(dtype=torch.float64), log_pi_RN.exp() - p_RN
-
-
-def _recall(a_RN: Tensor, u_RN: Tensor, block_count: int) -> Tensor:
-    """The target's share in the ``block_count`` best blocks of each row, summed over rows."""
-    return u_RN.softmax(1).gather(1, _best(a_RN, block_count)).sum(dtype=torch.float64)
-
-
-def _best(a_RN: Tensor, count: int) -> Tensor:
-    """Indices of the (at most) ``count`` best blocks of each row. Ties, which are frequent in a sum of ReLUs, go to
-    the lower index, as in decoding.
-    """
-    return a_RN.sort(dim=1, descending=True, stable=True).indices[:, :count]

@@ -12,7 +12,6 @@ from seergate.eval.report import load_sweeps, write_report
 from seergate.eval.report.findings import cautions
 from seergate.eval.report.plots import pareto
 from seergate.eval.report.tables import markdown
-from seergate.methods.registry import RETIRED_OPTIONS, option_names
 from tests.support.evaluation import edit_samples
 from tests.support.made_reports import cells, reconfigure, write_run
 from tests.support.running import refused
@@ -222,20 +221,6 @@ def test_runs_from_several_places_are_put_side_by_side(tmp_path):
     write_run(tmp_path / "c", "dense", None, lambda i: i < 18)
     with pytest.raises(SeergateError, match="gate-64 are runs of the same setting"):
         write_report(tmp_path / "a", tmp_path / "out", tmp_path / "b", tmp_path / "c")
-
-
-@pytest.mark.parametrize("method", RETIRED_OPTIONS)
-def test_an_option_that_is_retired_tells_settings_apart_unless_it_had_its_default(tmp_path, method):
-    """Also below a gate. No method has an option again that is retired."""
-    assert not RETIRED_OPTIONS[method].keys() & option_names(method)
-    for name in (method, f"{method}+gate"):
-        now, earlier = (write_run(tmp_path / name / when, name, 64, lambda i: i < 9) for when in ("now", "earlier"))
-        reconfigure(earlier, method=RETIRED_OPTIONS[method])
-        refused("are runs of the same setting", load_sweeps, now, earlier)
-        for option in RETIRED_OPTIONS[method]:
-            reconfigure(earlier, method=RETIRED_OPTIONS[method] | {option: "other"})
-            (sweep,) = load_sweeps(now, earlier)
-            assert {s.series for s in sweep.settings} == {name, f"{name}, {option}=other"}
 
 
 def test_variants_at_different_budgets_have_series_of_their_own(tmp_path):
