@@ -99,6 +99,7 @@ def check_page(bank: Gates | None, page: int | None) -> None:
 
 def check_engine(config: Any) -> None:
     """Refuse engine options and models that the plugin does not support, such as a cache that gates cannot read."""
+    from vllm import envs
     from vllm.platforms import current_platform
     from vllm.v1.attention.backends.fa_utils import uses_fa4_hd256_kernel
 
@@ -126,6 +127,15 @@ def check_engine(config: Any) -> None:
         "has, more than a block": model.is_hybrid,
         "its model has positions of several axes, and RoPE is undone by the number of the token": model.uses_mrope,
         "it denoises many tokens at once, which are no drafts": getattr(config, "diffusion_config", None) is not None,
+        "vLLM runs this model by transformers' code, whose RoPE has no table of angles": (
+            model.using_transformers_backend()
+        ),
+        "microbatches (enable_dbo, ubatch_size) do not say which requests are prompts": parallel.use_ubatching,
+        "a step's scores are computed in another way if a prompt is in its batch (VLLM_BATCH_INVARIANT)": (
+            current_platform.is_cuda() and envs.VLLM_BATCH_INVARIANT
+        ),
+        "tokens of an image see each other, for which FlashAttention has no mask here (serve text only: "
+        "limit_mm_per_prompt={'image': 0})": current_platform.is_cuda() and model.is_mm_prefix_lm,
         "its GPU is not an NVIDIA GPU": not (current_platform.is_cpu() or current_platform.is_cuda()),
         "FlashAttention takes other pages on this GPU for heads of 256 channels (flash_attn_version=2 does not)": (
             current_platform.is_cuda()

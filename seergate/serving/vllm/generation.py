@@ -23,8 +23,9 @@ def answers(run: EngineRun, prompts: Sequence[Prompt]) -> Answers:
         block_size=run.page,
         additional_config={} if run.settings is None else {"seergate": run.settings},
     )
+    engine = llm.llm_engine
     try:
-        engine, seconds = llm.llm_engine, dict.fromkeys(map(str, range(len(prompts))), 0.0)
+        seconds = dict.fromkeys(map(str, range(len(prompts))), 0.0)
         for number, prompt in enumerate(prompts):
             sampling = SamplingParams(
                 **run.sampling,
@@ -45,5 +46,6 @@ def answers(run: EngineRun, prompts: Sequence[Prompt]) -> Answers:
                 if output.finished:
                     yield int(output.request_id), list(output.outputs[0].token_ids), seconds[output.request_id]
     finally:
-        del llm
+        engine.engine_core.shutdown()  # its process and memory; frames of a traceback may refer to it
+        del llm, engine
         cleanup_dist_env_and_memory()

@@ -218,7 +218,7 @@ class FlashPages(Pages):
             cu_seqlens_q=starts,
             page_size=self.size,
             causal=True,
-            num_splits=splits(),
+            num_splits=0,  # FlashAttention chooses
         )
         return starts, plan
 
@@ -247,16 +247,9 @@ class FlashPages(Pages):
             block_table=table_QX,
             softcap=self.impl.logits_soft_cap,
             scheduler_metadata=plan,
-            num_splits=splits(),
+            num_splits=0,
             fa_version=self.impl.vllm_flash_attn_version,
         )
-
-
-def splits() -> int:
-    """Number of parts into which FlashAttention splits a sequence; 0 lets it choose."""
-    from vllm import envs
-
-    return 1 if envs.VLLM_BATCH_INVARIANT else 0
 
 
 PAGES: dict[str, type[Pages]] = {"CPU_ATTN": CPUPages, "FLASH_ATTN": FlashPages}

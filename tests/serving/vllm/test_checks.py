@@ -43,6 +43,7 @@ def test_gates_set_the_page_and_the_worker_and_no_environment() -> None:
         ({"gates": GATES, "anchors": [0]}, {"pipeline_parallel_size": 2}, r"size is 2 and anchors \[0"),
         ({"gates": GATES}, {"tensor_parallel_size": 4}, "tensor_parallel_size exceeds the number of KV heads"),
         ({"gates": GATES}, {"kv_cache_dtype": "fp8"}, "kv_cache_dtype is 'fp8'"),
+        ({"gates": GATES}, {"model_impl": "transformers"}, "by transformers' code, whose RoPE has no table"),
         ({"gates": GATES}, {"worker_cls": "some.Worker"}, "worker_cls is 'some.Worker'; with seergate"),
     ],
 )
@@ -71,8 +72,9 @@ QUANTIZED = {"quant_method": "compressed-tensors", "format": "float-quantized", 
             "kv_cache_dtype is 'fp8', and cached keys must be readable",
         ),
         ("gpt_oss", {}, "attention sinks for all heads together"),
+        ("olmo2", {}, "vLLM runs this model by transformers' code"),
     ],
-    ids=["hybrid", "axes", "fp8", "sinks"],
+    ids=["hybrid", "axes", "fp8", "sinks", "transformers"],
 )
 def test_models_refused_before_their_weights(family: str, options: Any, sentence: str, tmp_path: Any) -> None:
     """There are none in the directory."""
@@ -81,6 +83,24 @@ def test_models_refused_before_their_weights(family: str, options: Any, sentence
         setattr(model.config, name, value)
     model.config.save_pretrained(tmp_path)
     refused(sentence, configured, {"method": "quest", "dense_layers": []}, tmp_path, skip_tokenizer_init=True)
+
+
+def test_engines_that_do_not_fit_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm import envs
+    from vllm.platforms import current_platform
+
+    config = configured({"gates": GATES})
+    config.parallel_config.ubatch_size = 2
+    refused("microbatches", check_engine, config)
+    config.parallel_config.ubatch_size = 0
+    monkeypatch.setattr("vllm.v1.attention.backends.fa_utils.uses_fa4_hd256_kernel", lambda size: False)
+    monkeypatch.setattr(type(current_platform), "is_cuda", lambda self: True)
+    check_engine(config)
+    vars(config.model_config)["is_mm_prefix_lm"] = True  # as Gemma 3 with images has it
+    refused("tokens of an image see each other", check_engine, config)
+    vars(config.model_config)["is_mm_prefix_lm"] = False
+    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
+    refused("VLLM_BATCH_INVARIANT", check_engine, config)
 
 
 def test_drafts_whose_numbers_only_a_gpu_knows() -> None:

@@ -11,7 +11,6 @@ import torch
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.weak import WeakTensorKeyDictionary
-from vllm import envs
 from vllm.config import AttentionConfig
 from vllm.v1.attention.backend import AttentionCGSupport as Support
 from vllm.v1.attention.backend import AttentionMetadataBuilder
@@ -37,7 +36,7 @@ from seergate.serving.common.rows import Rows
 from seergate.serving.common.scoring import QuestScores, Scores
 from seergate.serving.vllm import attention
 from seergate.serving.vllm.checks import choose_backend
-from seergate.serving.vllm.pages import FlashPages, splits
+from seergate.serving.vllm.pages import FlashPages
 from tests.serving.vllm.flash import use_kernels
 from tests.support.models import gate_scores, geometry
 from tests.support.operators import Operators
@@ -349,11 +348,7 @@ def test_pages_in_each_layout_of_vllms_cache(layout: str) -> None:
         assert torch.equal(keys, values[..., :D]) and largest.bytes == values.nbytes // 2
 
 
-def test_vllm_is_asked_for_layouts_and_splits(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A head's page is contiguous; a batch-invariant engine does not divide sequences."""
-    assert splits() == 0
-    monkeypatch.setattr(envs, "VLLM_BATCH_INVARIANT", True, raising=False)
-    assert splits() == 1
+def test_vllm_is_asked_for_layouts_in_which_the_page_of_a_head_is_contiguous() -> None:
     layouts = get_supported_kv_cache_layouts([Backend, FlashAttentionBackend])
     assert [layout.name for layout in layouts] == ["LBHNC", "LBNHC", "BLHNC", "BLNHC"]
     assert attention.sparse_backend(CPUAttentionBackend).supported_kv_cache_layouts() == (KVCacheLayout.LBHNC,)
