@@ -30,11 +30,13 @@ def replacing(path: Path) -> Iterator[Path]:
 
 @contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Give an `OSError` of the ``with`` block that names no file, such as that of a full disk, this file's name."""
+    """Give an `OSError` of the system in the ``with`` block that names no file, such as that of a full disk, this
+    file's name.
+    """
     try:
         yield
     except OSError as error:
-        if error.filename is None:
+        if error.filename is None and error.errno is not None:
             error.filename = str(path)
         raise
 

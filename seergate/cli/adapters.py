@@ -281,7 +281,8 @@ def _describe(bank: GateBank, options: argparse.Namespace) -> None:
     if name := options.base_model:
         if not is_hub_id(name) and not is_local_model(name):
             raise SeergateError(f"base-model is {name!r}; it must be a Hub id (org/name), a directory or a GGUF file")
-        bank.geometry = replace(bank.geometry, base_model=name, base_revision=None)
+        if name != bank.geometry.base_model:
+            bank.geometry = replace(bank.geometry, base_model=name, base_revision=None)
 
 
 def results_of(runs: Path, bank: GateBank) -> list[dict[str, Any]]:

@@ -220,7 +220,8 @@ def load_frozen(path: str, config: TrainConfig, world: DistributedState, headles
         fully_shard(decoder, mesh=next(decoder.parameters()).device_mesh)
     if headless and not model.config.tie_word_embeddings:  # an unused LM head of a large vocabulary takes a gigabyte
         model.set_output_embeddings(nn.Identity())
-    plain = config.quantize == "none" and config.base_memory_gb is None and not config.shard_base
+    whole = config.base_memory_gb is None and not config.shard_base
+    plain = whole and config.quantize == "none" and own_format(model.config) is None
     if headless and plain and world.device.type == "cuda" and choose(world.device) == "triton":
         compile_elementwise(model)
     return model

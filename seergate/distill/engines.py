@@ -23,7 +23,7 @@ from seergate.checks import is_number
 from seergate.distill.config import TrainConfig
 from seergate.distill.distributed import DistributedState, expect_steps
 from seergate.distill.losses.distill_loss import StoredGradients
-from seergate.errors import SeergateError, how_to_install
+from seergate.errors import SeergateError, first_line, how_to_install
 from seergate.paths import resolve_file
 
 if TYPE_CHECKING:
@@ -151,9 +151,11 @@ class DeepSpeedEngine(Engine):
 
         self._named = dict(bank.named_parameters())
         values = deepspeed_config(config, world.size)
-        self._engine, *_ = deepspeed.initialize(
-            model=_GateModule(bank), optimizer=make_optimizer(list(self._named.values()), config), config=values
-        )
+        optimizer = make_optimizer(list(self._named.values()), config)
+        try:
+            self._engine, *_ = deepspeed.initialize(model=_GateModule(bank), optimizer=optimizer, config=values)
+        except AssertionError as error:
+            raise SeergateError(f"DeepSpeed refuses {config.deepspeed}: {first_line(error)}") from error
         expect_steps(self._engine.data_parallel_group)  # DeepSpeed creates the group with its own timeout
         self._micro_batches = values["gradient_accumulation_steps"]
         # DeepSpeed divides by the number of all micro-batches, but some of them may have no pack.
@@ -225,6 +227,7 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     stage, bucket = zero.get("stage", 0), zero.setdefault("reduce_bucket_size", REDUCE_BUCKET_SIZE)
     if stage not in (1, 2):
         raise SeergateError(f"{config.deepspeed} asks for ZeRO stage {stage}; the gates train with stage 1 or 2")
+    zero["round_robin_gradients"] = False  # `state` and `load` need the parameters in their own order
     if not is_number(bucket) or not 0 <= bucket < math.inf:
         raise SeergateError(f"{config.deepspeed} sets reduce_bucket_size to {bucket!r}; it must be a number or 'auto'")
     for name in ("bf16", "bfloat16", "fp16"):  # the second is DeepSpeed's older name of the first

@@ -108,6 +108,10 @@ def _as_json(row: Any) -> dict[str, str]:
 
 
 def _limited(rows: Dataset, limit: int | None) -> Dataset:
+    """The first rows, without images and the like, which are not read and might not be decoded."""
+    from datasets.features.features import require_decoding
+
+    rows = rows.remove_columns([name for name, kind in rows.features.items() if require_decoding(kind)])
     return rows if limit is None or limit >= len(rows) else rows.select(range(limit))
 
 

@@ -57,7 +57,7 @@ from seergate.distill.tracking import check_trackers, open_trackers
 from seergate.durable import lock, naming
 from seergate.errors import SeergateError, first_line
 from seergate.fingerprint import fingerprint
-from seergate.gates import base_note, save_adapter
+from seergate.gates import ADAPTER_FILES, base_note, save_adapter
 from seergate.models.families import check_gates
 from seergate.models.gate_bank import GateBank
 from seergate.models.loading import download_weights, skeleton
@@ -162,8 +162,16 @@ class Run:
         with world.fail_together():
             if self.dir.exists() and not self.dir.is_dir():
                 raise SeergateError(f"output_dir is {str(self.dir)!r}, which is a file; it must be a directory")
-            if self.config.init_gates and Path(self.config.init_gates).resolve() == (self.dir / "best").resolve():
-                raise SeergateError("init_gates is best/ of output_dir, which is replaced; give another output_dir")
+            best = (self.dir / "best").resolve()
+            for option in ("init_gates", "model", "data", "chat_template"):
+                given = getattr(self.config, option)
+                if given and Path(given).resolve().is_relative_to(best):
+                    raise SeergateError(f"{option} is in {best}, which is replaced; give another output_dir")
+            others = {file.name for file in best.glob("[!.]*")} - ADAPTER_FILES
+            if others:
+                raise SeergateError(
+                    f"{best} has {min(others)} and would be replaced by gates; give another output_dir"
+                )
         self.config, self.commits = world.from_main(lambda: commits.pin(self.config, self.dir))
         self.model = world.in_turn(lambda: check_model(self.model_path, self.config))
         length = self.model.max_length  # a budget that covers a whole pack has a recall of 1
@@ -198,6 +206,8 @@ class Run:
         world.must_agree(
             self.data.fingerprint, "the processes see different data; data must be the same on every machine"
         )
+        with world.fail_together():
+            self.check_checkpoint(self.data.fingerprint)
         report = json.dumps(asdict(self.data.report), indent=1)
         with naming(file := self.dir / "data.json"):
             world.from_main(lambda: file.write_text(report, encoding="utf-8"))
@@ -236,15 +246,17 @@ class Run:
         room = memory - overhead(device, memory)
         return bool(decide_sharding(bare, bank, self.config, device, size, room).shard_base)
 
-    def check_checkpoint(self) -> None:
-        """Raise `SeergateError` if the run contradicts the checkpoint from which it would resume."""
+    def check_checkpoint(self, data: str | None = None) -> None:
+        """Raise `SeergateError` if the run contradicts the checkpoint from which it would resume; ``data`` is the
+        fingerprint of the data, once it is known.
+        """
         if self.config.resume and (newest := newest_checkpoint(self.dir / "checkpoints")):
             recorded = read_record(newest)["run"]
-            # The data is not prepared yet; `_resume` compares its fingerprint.
-            later = {"data_fingerprint"}
+            known = {**self._shaping(), "data_fingerprint": data}
+            later = {"data_fingerprint"} if data is None else set()
             if self.config.gradient_accumulation_steps is not None:  # the number of processes is not known yet
                 later |= {"packs_per_step", "gradient_accumulation_steps"}
-            check_same_run(newest, recorded, {**self._shaping(), **{name: recorded.get(name) for name in later}})
+            check_same_run(newest, recorded, {**known, **{name: recorded.get(name) for name in later}})
 
     def _shaping(self) -> dict[str, Any]:
         """Return the options and fingerprints, except the data's, that must be equal to resume from a checkpoint."""

@@ -26,6 +26,7 @@ from seergate.json_file import read_json_text
 from seergate.version import __version__
 
 CONFIG_FILE, WEIGHTS_FILE, MARKER_FILE = "gate_config.json", "gate_model.safetensors", "config.json"
+ADAPTER_FILES = {CONFIG_FILE, WEIGHTS_FILE, MARKER_FILE, CARD_FILE}
 MAX_JSON = 64 << 20
 
 # transformers begins its error message with the model type if it does not know it.

@@ -28,7 +28,15 @@ def check_target(repo_id: str, revision: str | None, subfolder: str | None, crea
 
 
 def fetch(
-    source: str, *, patterns: list[str], revision: str | None = None, subfolder: str | None = None, **hub: Any
+    source: str,
+    *,
+    patterns: list[str],
+    revision: str | None = None,
+    subfolder: str | None = None,
+    token: str | bool | None = None,
+    cache_dir: str | os.PathLike[str] | None = None,
+    local_files_only: bool = False,
+    force_download: bool = False,
 ) -> Path:
     """The directory of gates at ``source``, downloaded if it is a Hub repository.
 
@@ -37,7 +45,7 @@ def fetch(
         patterns: names of the files to download; ``*`` matches any text.
         revision: branch, tag or commit; only for a repository.
         subfolder: a directory inside ``source``.
-        **hub: ``token``, ``cache_dir``, ``local_files_only`` and ``force_download``, as in `huggingface_hub`.
+        token, cache_dir, local_files_only, force_download: as in `huggingface_hub`.
 
     Raises:
         SeergateError: if there are no gates of this name, or the Hub refuses.
@@ -58,8 +66,16 @@ def fetch(
 
     unread = f"there is no directory {source}, and the repository could not be read from the Hub"
     files = [str(inside / pattern) for pattern in patterns]
-    with hub_call(unread, asks=not hub.get("local_files_only")):
-        snapshot = snapshot_download(source, revision=revision, allow_patterns=files, **hub)
+    with hub_call(unread, asks=not local_files_only):
+        snapshot = snapshot_download(
+            source,
+            revision=revision,
+            allow_patterns=files,
+            token=token,
+            cache_dir=cache_dir,
+            local_files_only=local_files_only,
+            force_download=force_download,
+        )
     return Path(snapshot) / inside
 
 

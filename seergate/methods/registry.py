@@ -179,10 +179,15 @@ def make_method(name: str, *, bank: Gates | None = None, **options: Any) -> Meth
     check_options(name, options, option_names(name))
     if has_gates(name):
         if bank is None:
+            place = "instead of the name" if name == Gate.name else "as bank="
             raise SeergateError(
-                f"the method {name!r} needs gates: pass a GateBank, its directory or its Hub id instead of the name; "
+                f"the method {name!r} needs gates: pass GateBank.from_pretrained(DIRECTORY or Hub id) {place}; "
                 "`seergate train` makes gates for a model, and 'quest' needs none"
             )
+        from seergate.gates.bank import Gates
+
+        if not isinstance(bank, Gates):
+            raise SeergateError(f"bank is a {type(bank).__name__}; it must be a GateBank (GateBank.from_pretrained)")
         return _gated(name, kind, bank, options)
     if bank is not None:
         raise SeergateError(f"the method {name!r} has no gates; leave out bank=")

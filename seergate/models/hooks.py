@@ -101,6 +101,12 @@ class QKHook:
         self._head_dim, self._layout = int(module.head_dim), family.layout
         self._caught: dict[str, Tensor] = {}
         self._attention, self._catching = attention, dict[str, Any]()
+        rope = getattr(modeling_module(attention), "apply_rotary_pos_emb", None)
+        if getattr(rope, "__module__", "").startswith("liger_kernel"):
+            raise SeergateError(
+                "Liger's RoPE overwrites the queries and keys that it rotates, which gates and methods read before; "
+                "patch the model with rope=False (apply_liger_kernel_to_...(rope=False))"
+            )
         if family.hook_point == "fused":
             self._catching["qkv_proj"] = self._catch_fused
         else:

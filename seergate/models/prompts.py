@@ -79,7 +79,9 @@ class PromptReader:
         cache = kwargs["model_kwargs"].get(CACHE)
         if cache is not None:
             # If the cache is not empty, assisted decoding passes all ids again.
-            self.passes.drafting(drafter, cache, int(cache.get_seq_length()) + kwargs["input_ids"].shape[1])
+            embedded = kwargs["model_kwargs"].get("inputs_embeds")  # of a prompt without ids
+            new = max(kwargs["input_ids"].shape[1], 0 if embedded is None else embedded.shape[1])
+            self.passes.drafting(drafter, cache, int(cache.get_seq_length()) + new)
         return drafter
 
 

@@ -34,7 +34,8 @@ def arrivals(model):
     sizes = []
 
     def note(module, args, inputs):
-        sizes.append(inputs["input_ids"].shape[1])
+        given = [inputs[name] for name in ("input_ids", "inputs_embeds") if inputs.get(name) is not None]
+        sizes.append(given[0].shape[1])
 
     hook = model.register_forward_pre_hook(note, with_kwargs=True)
     yield sizes
@@ -62,6 +63,17 @@ def test_assisted_decoding_is_plain_decoding(drafter):
         after.append(sizes[0] == ids.shape[1] and sizes[1] > 1)
     assert any(along)
     assert drafter == "assistant" or any(after)
+
+
+def test_drafts_after_a_prompt_of_embeddings():
+    """Which has no ids to count."""
+    model, ids = tiny_model("qwen3"), prompt(50, 5).repeat(1, 3)
+    embedded = {"inputs_embeds": model.get_input_embeddings()(ids), "max_new_tokens": 30}
+    with seergate.attached(model, "quest", token_budget=2 * BLOCK, block_size=BLOCK, dense_layers=()):
+        plain = model.generate(**embedded)
+        with arrivals(model) as sizes:
+            assert torch.equal(model.generate(**embedded, prompt_lookup_num_tokens=4), plain)
+    assert sizes[0] == ids.shape[1] and max(sizes[1:]) == 5
 
 
 def test_any_number_of_drafts_is_decoded():

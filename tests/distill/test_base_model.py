@@ -4,8 +4,10 @@ import importlib.util
 import itertools
 import json
 import math
+import shutil
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -216,6 +218,26 @@ def test_other_gates_to_begin_with_are_refused_before_data(config: TrainConfig, 
         ({"scorer": "msa", "init_gates": given}, f"init_gates '{given}' have scorer='attn_gate', this run 'msa'"),
         ({"init_gates": str(other)}, "init_gates '.*other' are for another model: hidden_size is 32 in the model and"),
         ({"init_gates": str(tmp_path / "none")}, "there is no directory .*none"),
-        ({"init_gates": str(tmp_path / "x/best"), "output_dir": str(tmp_path / "x")}, "is best/ of output_dir"),
     ):
         refused(why, run_distillation, replace(config, **options))
+
+
+def test_best_is_not_replaced_unless_it_holds_gates(config: TrainConfig, tmp_path: Path) -> None:
+    best = Path(shutil.copytree(config.model, tmp_path / "run/best"))
+    config = replace(config, output_dir=str(tmp_path / "run"), max_steps=1)
+    refused("best has chat_template.jinja and would be replaced by gates", run_distillation, config)
+    refused("init_gates is in .*best, which is replaced", run_distillation, replace(config, init_gates=str(best)))
+    refused("model is in .*best, which is replaced", run_distillation, replace(config, model=str(best)))
+    assert (best / "model.safetensors").is_file()
+
+
+def test_a_quantised_checkpoint_is_not_compiled(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[Any] = []
+    monkeypatch.setattr(base_model, "compile_elementwise", compiled.append)
+    monkeypatch.setattr(base_model, "choose", lambda device: "triton")
+    on_gpu = SimpleNamespace(**vars(ALONE) | {"device": SimpleNamespace(type="cuda")})
+    monkeypatch.setattr(base_model, "_load_options", lambda config, world: {})
+    load_frozen(config.model, config, on_gpu)
+    monkeypatch.setattr(base_model, "own_format", lambda shape: ("awq", 4))
+    load_frozen(config.model, config, on_gpu)
+    assert len(compiled) == 1

@@ -84,12 +84,14 @@ def test_steps_are_those_of_the_definition_on_a_cpu(model, data_config, device, 
 def test_deepspeed_takes_its_defaults_for_auto(data_config, tmp_path):
     file = tmp_path / "ds.json"
     zero = {"stage": 2, "reduce_bucket_size": "auto", "contiguous_gradients": "auto", "overlap_comm": False}
+    zero["round_robin_gradients"] = True  # as in an example of Hugging Face
     section = {"enabled": "auto"}
     file.write_text(json.dumps({"zero_optimization": zero, "steps_per_print": "auto", "bf16": section}), "utf-8")
     data_config = replace(data_config, deepspeed=str(file), packs_per_step=6)
     assert bucket_bytes(data_config, 2) == 4 * 500_000_000
     values = deepspeed_config(data_config, 2)
-    assert values["zero_optimization"] == {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 500_000_000}
+    kept = {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 500_000_000, "round_robin_gradients": False}
+    assert values["zero_optimization"] == kept
     assert values["gradient_accumulation_steps"] == 3 and "steps_per_print" not in values and "bf16" not in values
 
 

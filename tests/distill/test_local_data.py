@@ -4,10 +4,11 @@ import io
 import json
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import pytest
-from datasets import Dataset, DatasetDict
+from datasets import Dataset, DatasetDict, Features, Image, List, Value
 
 from seergate.distill import TrainConfig
 from seergate.distill.data import prepare_data
@@ -38,6 +39,14 @@ def test_every_local_format_gives_the_same_samples(data_config, tmp_path, plain)
         data = prepare_data(replace(data_config, data=str(tmp_path / name)), plain)
         assert len(data.samples) == 20, name
         assert all(np.array_equal(data.samples[i], expected.samples[i]) for i in range(20)), name
+
+
+def test_images_are_not_decoded(data_config: TrainConfig, tmp_path: Path, plain: Any) -> None:
+    """Nobody reads them, and one may be damaged."""
+    rows = {"text": [f"row {i} " * 9 for i in range(3)], "images": [[{"bytes": b"none", "path": None}]] * 3}
+    kinds = Features({"text": Value("string"), "images": List(Image())})
+    Dataset.from_dict(rows, features=kinds).save_to_disk(str(tmp_path / "disk"))
+    assert len(prepare_data(replace(data_config, data=str(tmp_path / "disk")), plain).samples) == 3
 
 
 @pytest.mark.parametrize("name", ["rows[1].parquet", "rows?.parquet", "[a]/rows.parquet"])

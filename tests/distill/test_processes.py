@@ -1,6 +1,7 @@
 """`train.py` as users start it: under `torchrun` and the `deepspeed` launcher, on in another way, killed."""
 
 import itertools
+import json
 import os
 import shutil
 import subprocess
@@ -88,6 +89,10 @@ def copied_back(run: Path, name: str) -> Path:
 def test_two_processes_agree_with_one_and_go_on_in_one(alone: tuple[TrainConfig, Path], launcher: str) -> None:
     options, run = alone
     both = run.parent / "both"
+    if launcher == "deepspeed":
+        file = run.parent / "deepspeed.json"
+        file.write_text(json.dumps({"zero_optimization": {"stage": 2, "round_robin_gradients": True}}))
+        options = replace(options, deepspeed=str(file))
     output = finish(launcher, replace(options, output_dir=str(both)))
     assert "in 2 processes" in output and ("DeepSpeed ZeRO" in output) == (launcher == "deepspeed")
     assert output.count("the gates are in ") == output.count("3 packs a step: one less for 1 of 2 processes") == 1

@@ -293,6 +293,17 @@ def test_preparing_leaves_a_run_that_has_begun_as_it_is(config: TrainConfig) -> 
     assert {path: path.read_text() for path in before} == before
 
 
+def test_a_run_that_is_refused_for_its_data_writes_nothing(config: TrainConfig, tmp_path: Path) -> None:
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text("".join(json.dumps({"text": f"{i} is one more than {i - 1}. " * 60}) + "\n" for i in range(9)))
+    config = replace(config, data=str(rows), data_limit=None, max_steps=1, eval_packs=0)
+    run = run_distillation(config)
+    before = {path: path.read_bytes() for path in run.rglob("*.[jys]*")}
+    rows.write_text(rows.read_text().replace("1 is one more", "one is one more"))
+    refused("was made with data_fingerprint=", run_distillation, config)
+    assert {path: path.read_bytes() for path in before} == before
+
+
 def test_schedule() -> None:
     config = load_train_config("qwen3-8b")
     rates = [scheduled_rate(config, step) for step in range(800)]

@@ -153,6 +153,9 @@ def test_base_at_its_pinned_revision_and_licence(hub, bank, tmp_path):
     pinned = hub.repos["org/base"].refs["main"]
     gates = GateBank.for_model(AutoModelForCausalLM.from_pretrained("org/base"), GateConfig(8, 16))
     assert (gates.geometry.base_model, gates.geometry.base_revision) == ("org/base", pinned)
+    gates.save_pretrained(tmp_path / "made")
+    output_of("export", str(tmp_path / "made"), str(tmp_path / "copy"), "--base-model", "org/base")
+    assert GateBank.from_pretrained(tmp_path / "copy").geometry.base_revision == pinned
     gates.push_to_hub(REPO, **W)
     text, expected = card(hub), {"base_model": "org/base", "base_model_relation": "adapter", "license": "apache-2.0"}
     assert expected.items() <= metadata(text).items() and pinned in text

@@ -45,3 +45,15 @@ def test_gates_saved_beside_a_model_are_loaded_with_it(tmp_path):
     for options, expected in (({"base_model": tmp_path / "saved"}, True), ({}, False)):
         loaded = seergate.load(tmp_path / "saved", subfolder="gates", **options)
         assert torch.equal(loaded.model.layers[0].self_attn.v_proj.weight, weight) == expected
+
+
+def test_a_rope_that_overwrites_its_input_is_refused(monkeypatch):
+    """Liger's kernel, which is Triton's."""
+    from transformers.models.qwen3 import modeling_qwen3
+
+    def rotated(q, k, cos, sin):
+        raise AssertionError("not called")
+
+    rotated.__module__ = "liger_kernel.transformers.rope"
+    monkeypatch.setattr(modeling_qwen3, "apply_rotary_pos_emb", rotated)
+    refused("Liger's RoPE overwrites .* rope=False", seergate.attach, tiny_model("qwen3"), "quest", token_budget=64)
