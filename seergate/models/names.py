@@ -75,9 +75,9 @@ def model_path(name: str) -> str:
 
 
 def is_tiny(model: str) -> bool:
-    """True if a model is the tiny reasoner that ships with seergate."""
+    """True if a model is the tiny reasoner that ships with seergate, or the copy of a checkout."""
     try:
-        return os.path.samefile(model_path(model), shipped(TINY_MODEL))
+        return model in (TINY, TINY_MODEL) or os.path.samefile(model_path(model), shipped(TINY_MODEL))
     except FileNotFoundError:  # on the Hub
         return False
 

@@ -10,6 +10,7 @@ from seergate import GateConfig, SeergateError
 from seergate.cli.train import main
 from seergate.models.families import gate_geometry
 from seergate.models.loading import base_config, load_base, skeleton
+from seergate.models.names import is_tiny
 from seergate.paths import model_name, shipped
 from seergate.pretrained import load_tokenizer
 from tests.support.running import refused
@@ -69,3 +70,10 @@ def test_a_model_is_named_by_its_directory_or_repository(tmp_path, monkeypatch, 
     (tmp_path / "Model-1.5B/sub").mkdir(parents=True)
     monkeypatch.chdir(tmp_path / "Model-1.5B")
     assert model_name(name) == "Model-1.5B"
+
+
+def test_the_copy_of_a_checkout_is_the_tiny_reasoner(tmp_path, monkeypatch):
+    """As after `pip install .`: the current directory and the package have one each."""
+    shutil.copytree(shipped("checkpoints/tiny-reasoner"), tmp_path / "checkpoints/tiny-reasoner")
+    monkeypatch.chdir(tmp_path)
+    assert is_tiny("tiny-reasoner") and is_tiny("checkpoints/tiny-reasoner") and not is_tiny("checkpoints")

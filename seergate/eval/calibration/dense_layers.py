@@ -1,8 +1,8 @@
 """Choice of the layers that stay dense (`DecodeConfig.dense_layers`): those whose sparsity damages answers most.
 
-A few layers can lose the facts of a text while the others lose nothing (docs/recipe.md, "Where facts are lost"). Each
-prompt is prefilled once with dense attention. Its right answer is then decoded from that cache with teacher forcing,
-once per choice of dense layers, and the next-token distributions are compared with dense attention's.
+A few layers can lose the facts of a text while the others lose nothing (docs/recipe_study.md, "Where facts are lost").
+Each prompt is prefilled once with dense attention. Its right answer is then decoded from that cache with teacher
+forcing, once per choice of dense layers, and the next-token distributions are compared with dense attention's.
 """
 
 from __future__ import annotations

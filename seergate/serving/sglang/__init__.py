@@ -22,10 +22,11 @@ def register() -> None:
 
     if NAME in ATTENTION_BACKENDS:
         return
+    # One of the last steps in which SGLang resolves its options, in the launching process. First, since it fails in a
+    # release without this step, in which the backend must not be there without its checks.
+    register_resolution_hook("handle_model_capability_adjustments")(_check)
     add_attention_backend_choices([NAME])
     register_attention_backend(NAME)(_make)
-    # One of the last steps in which SGLang resolves its options, in the launching process.
-    register_resolution_hook("handle_model_capability_adjustments")(_check)
     controller = "sglang.srt.managers.scheduler_components.internal_state.SchedulerInternalStateController"
     HookRegistry.register(f"{controller}.get_internal_state", _add_statistics)
 

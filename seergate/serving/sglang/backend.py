@@ -102,6 +102,8 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
                 self.scores[number] = scoring
                 shape = len(keys) // self.page, keys.shape[1], scoring.width
                 self.summaries[number] = torch.zeros(shape, dtype=scoring.dtype, device=keys.device)
+        if missing := {number for number in kinds if self.method.selects_in(number)} - self.counts.keys():
+            raise SeergateError(f"SGLang's model has no attention of its own in the layers {sorted(missing)}")
 
     def seergate_stats(self) -> dict[str, Any]:
         """The `statistics` of this engine."""

@@ -21,7 +21,8 @@ def check_arguments(server_args: Any) -> None:
     """Refuse resolved options that the plugin does not support; does nothing for an engine without seergate."""
     from sglang.srt.arg_groups.model_override_base import attention_backends_of, model_config_of, resolved_view
 
-    args, config = resolved_view(server_args), model_config_of(server_args).hf_config
+    args, model = resolved_view(server_args), model_config_of(server_args)
+    config = model.hf_config
     settings, backends = settings_of(config), attention_backends_of(args)
     if settings is None and NAME not in backends:
         return
@@ -35,10 +36,10 @@ def check_arguments(server_args: Any) -> None:
             "the attention backend is seergate, without options; give them by --json-model-override-args "
             '\'{"seergate": {"gates": "ORG/NAME", "token_budget": 4096}}\''
         )
+    check_server(args, model)
     bank = settings.bank()
     check_page(bank, args.page_size)
     check_model(config, bank, settings.selector(bank, args.page_size))
-    check_server(args, config.get_text_config())
 
 
 def check_page(bank: Gates | None, page: int) -> None:
@@ -54,8 +55,14 @@ def check_page(bank: Gates | None, page: int) -> None:
         )
 
 
-def check_server(args: Any, text_config: Any) -> None:
-    """Refuse options and language models that the plugin does not support."""
+def check_server(args: Any, model: Any) -> None:
+    """Refuse options and language models that the plugin does not support; ``model`` is SGLang's ``ModelConfig``."""
+    from sglang.srt.configs.hybrid_arch import mambaish_config
+    from sglang.srt.configs.model_config import ModelImpl
+    from sglang.srt.model_loader.utils import get_resolved_model_impl
+
+    config, text = model.hf_config, model.hf_config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
     refusals = {
         f"it runs on {args.device!r}; only the CPU has the attention that is extended here": args.device != "cpu",
         "its CPU engine is off: export SGLANG_USE_CPU_ENGINE=1": os.environ.get("SGLANG_USE_CPU_ENGINE") != "1",
@@ -66,15 +73,29 @@ def check_server(args: Any, text_config: Any) -> None:
         "prompts and decoding requests are mixed (enable_mixed_chunk), and all would be read densely": (
             args.enable_mixed_chunk
         ),
+        "its decode steps are compiled (enable_torch_compile), unlike torch_native": args.enable_torch_compile,
         "its model has linear-attention layers, for which SGLang takes another backend": (
-            "linear_attention" in (getattr(text_config, "layer_types", None) or ())
+            mambaish_config(model) is not None
         ),
-        "its model has positions with several axes": (
-            "mrope_section" in (getattr(text_config, "rope_parameters", None) or {})
+        f"SGLang reads models of type {config.model_type!r} by a configuration of its own": (
+            type(config).__module__.startswith("sglang.")
         ),
+        "SGLang runs this model by transformers' code, whose attention is not SGLang's": (
+            get_resolved_model_impl(model) is ModelImpl.TRANSFORMERS
+        ),
+        "SGLang rotates this Gemma 3's keys by other angles than those of its layers' table": (
+            text.model_type == "gemma3_text"
+            and (
+                rope.get("full_attention", {}).get("rope_type", "default") != "default"
+                or "Gemma3ForConditionalGeneration" in (config.architectures or ())
+            )
+        ),
+        "its model has positions with several axes": "mrope_section" in rope,
         "pages may come from elsewhere (enable_hierarchical_cache, enable_lmcache, enable_flexkv, "
-        "radix_cache_backend, disaggregation_mode), without what is kept of their blocks": (
+        "enable_unified_cache_external_linker, radix_cache_backend, disaggregation_mode), without what is kept of "
+        "their blocks": (
             args.enable_hierarchical_cache
+            or args.enable_unified_cache_external_linker
             or args.enable_lmcache
             or args.enable_flexkv
             or args.radix_cache_backend is not None

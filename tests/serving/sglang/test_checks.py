@@ -1,14 +1,14 @@
 """What does not fit is refused in the process that was called, before SGLang starts others or loads weights."""
 
-import copy
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 from sglang.srt.plugins import load_plugins
 
 from seergate import GateBank, GateConfig, SeergateError
-from seergate.serving.sglang.checks import check_page, check_server
+from seergate.serving.sglang.checks import check_page
 from tests.support.models import tiny_model
 from tests.support.reasoner import GATES, REASONER
 
@@ -66,6 +66,9 @@ def test_what_fits_is_left_alone(settings: Any, options: Any) -> None:
         ({"gates": GATES}, {"enable_mixed_chunk": True}, "prompts and decoding requests are mixed"),
         ({"gates": GATES}, {"enable_lmcache": True}, "pages may come from elsewhere"),
         ({"gates": GATES}, {"enable_hierarchical_cache": True}, "pages may come from elsewhere"),
+        ({"gates": GATES}, {"enable_unified_cache_external_linker": True}, "pages may come from elsewhere"),
+        ({"gates": GATES}, {"enable_torch_compile": True}, "its decode steps are compiled"),
+        ({"gates": GATES}, {"model_impl": "transformers"}, "SGLang runs this model by transformers' code"),
     ],
 )
 def test_what_does_not_fit_is_refused(settings: Any, options: Any, sentence: str) -> None:
@@ -79,19 +82,32 @@ def test_sglang_must_know_that_it_runs_on_a_cpu(monkeypatch: pytest.MonkeyPatch)
         resolve({"gates": GATES, "token_budget": 128})
 
 
+MROPE = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [8, 4, 4]}
+SCALED = {
+    "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    "full_attention": {"rope_type": "linear", "rope_theta": 1e6, "factor": 8.0},
+}
+
+
 @pytest.mark.parametrize(
-    ("family", "rope", "sentence"),
+    ("family", "options", "sentence"),
     [
         ("qwen3_next", {}, "its model has linear-attention layers"),
-        ("qwen3", {"mrope_section": [8, 4, 4]}, "its model has positions with several axes"),
+        ("olmo3", {}, "SGLang reads models of type 'olmo3' by a configuration of its own"),
+        ("smollm3", {}, "SGLang runs this model by transformers' code"),
+        ("gemma3_text", {"rope_parameters": SCALED}, "SGLang rotates this Gemma 3's keys by other angles"),
+        ("qwen3", {"rope_parameters": MROPE}, "its model has positions with several axes"),
     ],
 )
-def test_models_that_are_refused(family: str, rope: Any, sentence: str) -> None:
-    config = copy.deepcopy(tiny_model(family).config)
-    config.rope_parameters = {**config.rope_parameters, **rope}
-    args = resolve(None, attention_backend="torch_native")
+def test_models_that_are_refused(family: str, options: Any, sentence: str, tmp_path: Path) -> None:
+    """There are no weights in the directory."""
+    model = tiny_model(family, head_dim=32)
+    for name, value in {"architectures": [type(model).__name__], **options}.items():
+        setattr(model.config, name, value)
+    model.config.save_pretrained(tmp_path)
+    settings = {"method": "quest", "dense_layers": []}
     with pytest.raises(SeergateError, match=sentence):
-        check_server(args, config)
+        resolve(settings, model_path=str(tmp_path), disable_radix_cache=family == "qwen3_next")
 
 
 @pytest.mark.parametrize(
