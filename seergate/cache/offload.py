@@ -15,7 +15,7 @@ import math
 import os
 import tempfile
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, ClassVar, Literal
 
@@ -48,8 +48,7 @@ class Offload(KVBackend):
         memory_bytes: fast memory for blocks of keys and values, all layers and rows together. The method's state
             (compressed keys) comes on top: at block size 64 in bf16 2.3 % of the keys and values at 4k tokens, 1.2 %
             at 16k, under 1 % from about 30k.
-        store: ``"disk"``: an unnamed file that vanishes with the process; ``"host"``: host memory, pinned if the model
-            is on a GPU.
+        store: ``"disk"``: an unnamed file that vanishes with the process; ``"host"``: host memory.
         folder: directory of the file; the system's temporary folder if ``None``. It should be on a disk: some systems
             keep their temporary folder in memory.
 
@@ -79,10 +78,10 @@ class Offload(KVBackend):
     def new(self, layer: int, layers: Sequence[Any], static_length: int | None) -> Storage:
         return Offloaded(self, layer)
 
-    def buffer(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate zeros in slow memory. Raises `SeergateError` if the disk is full."""
         if self.store == "host":
-            return torch.zeros(shape, dtype=dtype, device="cpu", pin_memory=device.type == "cuda")
+            return torch.zeros(shape, dtype=dtype, device="cpu")
         count = math.prod(shape)
         if not count:
             return torch.zeros(shape, dtype=dtype, device="cpu")
@@ -254,7 +253,7 @@ class Offloaded(DynamicStorage):
         self.pool = BlockPool(slots, self.keys, self.values, self.block_size, self.device)
 
     def buffer(self, like: Tensor, *shape: int) -> Tensor:
-        return self.offload.buffer(shape, like.dtype, self.device)
+        return self.offload.buffer(shape, like.dtype)
 
     def room_for(self, tokens: int) -> int:
         return 2 * tokens  # growing copies the whole file, so do it rarely
@@ -297,13 +296,13 @@ class Offloaded(DynamicStorage):
         size, (batch, heads) = self.block_size, self.keys.shape[:2]
         if selection is None:  # read from slow memory, not through the pool
             blocks = sum(-(-end // size) for end in step.ends) * heads
-            return super().attend(step, None, block_size)._replace(fetched=blocks * self.pool.block_bytes)
+            return super().attend(self._near(step), None, block_size)._replace(fetched=blocks * self.pool.block_bytes)
         indices = selection.indices
         keys, values = (x.view(batch * heads, -1, size * x.shape[3]) for x in (self.keys, self.values))
         located = self.pool.locate(indices.flatten(0, 1).long().cpu(), keys, values)
         if located is None:  # more blocks than slots: read from slow memory
             fetched = int((indices >= 0).sum()) * self.pool.block_bytes
-            return super().attend(step, selection, block_size)._replace(fetched=fetched)
+            return super().attend(self._near(step), selection, block_size)._replace(fetched=fetched)
         # Treat each pair as a row of a paged cache that holds only its selected blocks, in order.
         slots_PX = located[0].to(self.device)
         starts_BKX = indices.long() * size
@@ -328,6 +327,12 @@ class Offloaded(DynamicStorage):
             for part in parts
         ]
         return AttentionOutput(torch.cat(outputs, dim=1).flatten(1, 2), fetched=located[1] * self.pool.block_bytes)
+
+    def _near(self, step: Step) -> Step:
+        """The step with a copy of the keys and values in the model's memory."""
+        size = self.in_blocks(step.max_length)
+        keys, values = (x[:, :, :size].to(self.device) for x in (step.keys_BKCD, step.values_BKCD))
+        return replace(step, keys_BKCD=keys, values_BKCD=values)
 
     @property
     def nbytes(self) -> int:

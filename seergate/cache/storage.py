@@ -25,7 +25,6 @@ from seergate.methods.base import LayerState, Method, Step
 from seergate.methods.evicting import AttentionOutput, Eviction, compact, trimmed
 from seergate.methods.selecting import PerHeadSelection
 from seergate.ops import Selection
-from seergate.ops.rows import RowLengths
 
 GROWTH_TOKENS, GROWTH_SHARE = 256, 1 / 8
 """Buffers grow by this many tokens or by this share of their tokens, whichever is larger."""
@@ -107,21 +106,16 @@ class Storage(ABC):
             block_size: tokens per block.
         """
         keys, values, page_table = step.stored
-        home = keys.device  # not the model's if the cache is offloaded
-        q_BHD = step.q_BHSD[:, :, 0].to(home)
-        sinks = None if step.sinks is None else step.sinks.to(home)
-        how = step.softmax_options | {"sinks": sinks, "page_table": page_table}
+        q_BHD, sinks = step.q_BHSD[:, :, 0], step.sinks
+        how = step.softmax_options | {"page_table": page_table}
         if selection is None:
             if page_table is None:
                 keys, values = keys[:, :, : step.max_length], values[:, :, : step.max_length]
-            lengths = None if page_table is None and len(set(step.ends)) == 1 else step.lengths.to(home)
-            output = ops.dense_decode(q_BHD, keys, values, lengths, **how)
-            return AttentionOutput(output.to(step.q_BHSD.device))
-
-        rows = step.rows if home == q_BHD.device == step.lengths.device else RowLengths(step.lengths.to(home))
+            lengths = None if page_table is None and len(set(step.ends)) == 1 else step.lengths
+            return AttentionOutput(ops.dense_decode(q_BHD, keys, values, lengths, **how))
 
         def sparse(q: Tensor, indices: Tensor, **more: Any) -> Tensor:
-            return ops.sparse_decode(q, keys, values, indices.to(home), rows, block_size, **how | more)
+            return ops.sparse_decode(q, keys, values, indices, step.rows, block_size, **how | more)
 
         if isinstance(selection, PerHeadSelection):
             indices, group = selection.heads.indices, q_BHD.shape[1] // keys.shape[1]
@@ -129,8 +123,8 @@ class Storage(ABC):
             outputs = [sparse(q_BHD[:, m], indices[:, m], sinks=None if sinks is None else sinks[m]) for m in members]
             output = torch.stack(outputs, 2).flatten(1, 2)
         else:
-            output = sparse(q_BHD, selection.indices, counts=selection.counts.to(home))
-        return AttentionOutput(output.to(step.q_BHSD.device))
+            output = sparse(q_BHD, selection.indices, counts=selection.counts)
+        return AttentionOutput(output)
 
     @abstractmethod
     def crop(self, lengths: list[int]) -> None:

@@ -245,7 +245,7 @@ class DecodeStats:
         if cache.device.type == "cuda":
             own = (keys, values, rows.lengths, rows.width, rows.newest, *state.rows.values())
             for tensor in (*own, stats.compiled.lengths, stats.compiled.blocks):
-                torch._dynamo.mark_static_address(tensor)
+                torch._dynamo.mark_static_address(tensor, guard=False)
 
     def record_compiled(self, layer: int, step: Step, selection: Selection | PerHeadSelection | None) -> None:
         """Count one compiled step, on the device only."""

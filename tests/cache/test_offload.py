@@ -200,11 +200,11 @@ def test_the_pool_gives_up_what_has_not_been_read_for_longest():
 
 
 def test_a_file_is_gone_with_its_tensor(tmp_path):
-    buffer = Offload(1, folder=tmp_path).buffer((2, 3, 5), torch.bfloat16, torch.device("cpu"))
+    buffer = Offload(1, folder=tmp_path).buffer((2, 3, 5), torch.bfloat16)
     assert buffer.shape == (2, 3, 5) and buffer.dtype == torch.bfloat16 and not buffer.any()
     buffer[1, 2] = 7
     assert buffer.sum() == 35 and not list(tmp_path.iterdir())
-    assert Offload(1).buffer((0, 4), torch.float32, torch.device("cpu")).shape == (0, 4)
+    assert Offload(1).buffer((0, 4), torch.float32).shape == (0, 4)
 
 
 def test_memory_is_shared_by_layers_that_have_gates(model):

@@ -15,7 +15,7 @@ import yaml
 triton = pytest.importorskip("triton")
 
 from benchmarks.kernels.ahead_of_time import compiled, fingerprint, launches, shipped, specialisation  # noqa: E402
-from benchmarks.kernels.data_sheets import GPUS, H200  # noqa: E402
+from benchmarks.kernels.data_sheets import GPUS, H200, KnownGpu  # noqa: E402
 from benchmarks.kernels.examples import meta, select_example, sparse_example, update_example  # noqa: E402
 from benchmarks.kernels.machine_code import Resources, faults, resources  # noqa: E402
 from seergate.ops.attention import Pack  # noqa: E402
@@ -163,6 +163,17 @@ def test_one_configuration_of_each_kernel_compiled_anew(gpu):
     for kernel, (example, launch) in first.items():
         used = resources(compiled(launch, gpu), gpu)
         assert not faults(used, gpu, **example.required(kernel)), (example, kernel)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("arch", [86, 89, 120])
+def test_the_teacher_fits_the_shared_memory_of_small_gpus(arch):
+    """Of an RTX 3090, L40S and RTX 5090, which are not in the table."""
+    gpu = KnownGpu("cuda", arch, 84, 99 << 10, 32, "small")
+    launched = {specialisation(x): x for _, x in shipped(gpu) if x.kernel.__name__ == "attention_kernel"}
+    assert launched
+    for launch in launched.values():
+        assert resources(compiled(launch, gpu), gpu).shared <= gpu.shared_memory
 
 
 def test_spills_are_seen_in_machine_code():

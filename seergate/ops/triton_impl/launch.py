@@ -146,7 +146,9 @@ def teacher_launch(group: int, dim: int, v_dim: int, dtype: torch.dtype, gpu: Gp
         tile, keys, num_warps, num_stages = 16, 32 if v_dim else 64, 4, 1
     elif widest <= 128:
         # With three stages a tile is loaded while the previous one is computed; with two, the loop waits for its load.
-        tile, keys, num_warps, num_stages = 128, 64, 8, 2 if gpu.backend == "hip" else 3
+        # Three exceed the 99 KiB of sm_86, sm_89 and sm_120.
+        roomy = gpu.backend == "cuda" and gpu.shared_memory > 110 << 10
+        tile, keys, num_warps, num_stages = 128, 64, 8, 3 if roomy else 2
         # Two loops exceed the registers of sm_8x and sm_120. With the products of the output in two loops, NVIDIA's
         # compiler does not overlap them (warning C7515).
         two_loops = gpu.backend == "hip" or (not v_dim and 90 <= int(gpu.arch) < 120)
