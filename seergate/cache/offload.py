@@ -42,7 +42,8 @@ from seergate.ops.selection import UNBOUNDED
 class Offload(KVBackend):
     """Keep keys and values in slow memory.
 
-    During prefill, the keys and values of one layer at a time are in fast memory, in addition to ``memory_bytes``.
+    During prefill, in dense layers and in steps that read more than fits, the keys and values of one layer at a time
+    are in fast memory, in addition to ``memory_bytes``.
 
     Attributes:
         memory_bytes: fast memory for blocks of keys and values, all layers and rows together. The method's state
@@ -294,14 +295,15 @@ class Offloaded(DynamicStorage):
     def attend(self, step: Step, selection: Selection | PerHeadSelection | None, block_size: int) -> AttentionOutput:
         assert self.pool is not None
         size, (batch, heads) = self.block_size, self.keys.shape[:2]
-        if selection is None:  # read from slow memory, not through the pool
-            blocks = sum(-(-end // size) for end in step.ends) * heads
-            return super().attend(self._near(step), None, block_size)._replace(fetched=blocks * self.pool.block_bytes)
+        whole = sum(-(-end // size) for end in step.ends) * heads * self.pool.block_bytes
+        if selection is None:  # not through the pool
+            return super().attend(self._near(step), None, block_size)._replace(fetched=whole)
         indices = selection.indices
         keys, values = (x.view(batch * heads, -1, size * x.shape[3]) for x in (self.keys, self.values))
         located = self.pool.locate(indices.flatten(0, 1).long().cpu(), keys, values)
-        if located is None:  # more blocks than slots: read from slow memory
-            fetched = int((indices >= 0).sum()) * self.pool.block_bytes
+        if located is None:  # more blocks than slots
+            selected = int((indices >= 0).sum()) * self.pool.block_bytes
+            fetched = selected if self.device.type == "cpu" else whole
             return super().attend(self._near(step), selection, block_size)._replace(fetched=fetched)
         # Treat each pair as a row of a paged cache that holds only its selected blocks, in order.
         slots_PX = located[0].to(self.device)

@@ -107,11 +107,14 @@ def _as_json(row: Any) -> dict[str, str]:
     return {"json": text, "problem": ""}
 
 
-def _limited(rows: Dataset, limit: int | None) -> Dataset:
-    """The first rows, without images and the like, which are not read and might not be decoded."""
-    from datasets.features.features import require_decoding
+MEDIA = {"Image", "Audio", "Video"}
+"""Types of `datasets` that are decoded when a row is read."""
 
-    rows = rows.remove_columns([name for name, kind in rows.features.items() if require_decoding(kind)])
+
+def _limited(rows: Dataset, limit: int | None) -> Dataset:
+    """The first rows, without columns of images and the like, which are not read and might not be decoded."""
+    kinds = {name: getattr(kind, "feature", kind) for name, kind in rows.features.items()}  # of a list: its items
+    rows = rows.remove_columns([name for name, kind in kinds.items() if type(kind).__name__ in MEDIA])
     return rows if limit is None or limit >= len(rows) else rows.select(range(limit))
 
 

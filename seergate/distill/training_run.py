@@ -163,12 +163,10 @@ class Run:
             if self.dir.exists() and not self.dir.is_dir():
                 raise SeergateError(f"output_dir is {str(self.dir)!r}, which is a file; it must be a directory")
             best = (self.dir / "best").resolve()
-            for option in ("init_gates", "model", "data", "chat_template"):
-                given = getattr(self.config, option)
-                if given and Path(given).resolve().is_relative_to(best):
-                    raise SeergateError(f"{option} is in {best}, which is replaced; give another output_dir")
+            if self.config.init_gates and Path(self.config.init_gates).resolve() == best:
+                raise SeergateError("init_gates is best/ of output_dir, which is replaced; give another output_dir")
             others = {file.name for file in best.glob("[!.]*")} - ADAPTER_FILES
-            if others:
+            if others and not (self.config.resume and newest_checkpoint(self.dir / "checkpoints")):
                 raise SeergateError(
                     f"{best} has {min(others)} and would be replaced by gates; give another output_dir"
                 )

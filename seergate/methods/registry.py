@@ -179,10 +179,10 @@ def make_method(name: str, *, bank: Gates | None = None, **options: Any) -> Meth
     check_options(name, options, option_names(name))
     if has_gates(name):
         if bank is None:
-            place = "instead of the name" if name == Gate.name else "as bank="
+            given = "a GateBank, its directory or its Hub id instead of the name, or " if name == Gate.name else ""
             raise SeergateError(
-                f"the method {name!r} needs gates: pass GateBank.from_pretrained(DIRECTORY or Hub id) {place}; "
-                "`seergate train` makes gates for a model, and 'quest' needs none"
+                f"the method {name!r} needs gates: pass {given}bank=GateBank.from_pretrained(...); `seergate train` "
+                "makes gates for a model, and 'quest' needs none"
             )
         from seergate.gates.bank import Gates
 

@@ -77,7 +77,8 @@ def model_path(name: str) -> str:
 def is_tiny(model: str) -> bool:
     """True if a model is the tiny reasoner that ships with seergate, or the copy of a checkout."""
     try:
-        return model in (TINY, TINY_MODEL) or os.path.samefile(model_path(model), shipped(TINY_MODEL))
+        path = model_path(model)
+        return path == TINY_MODEL or os.path.samefile(path, shipped(TINY_MODEL))
     except FileNotFoundError:  # on the Hub
         return False
 

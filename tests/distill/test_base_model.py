@@ -226,9 +226,14 @@ def test_best_is_not_replaced_unless_it_holds_gates(config: TrainConfig, tmp_pat
     best = Path(shutil.copytree(config.model, tmp_path / "run/best"))
     config = replace(config, output_dir=str(tmp_path / "run"), max_steps=1)
     refused("best has chat_template.jinja and would be replaced by gates", run_distillation, config)
-    refused("init_gates is in .*best, which is replaced", run_distillation, replace(config, init_gates=str(best)))
-    refused("model is in .*best, which is replaced", run_distillation, replace(config, model=str(best)))
+    refused("init_gates is best/ of output_dir", run_distillation, replace(config, init_gates=str(best)))
     assert (best / "model.safetensors").is_file()
+    shutil.rmtree(best)
+    run_distillation(config)
+    (best / "LICENSE").parent.mkdir(exist_ok=True)
+    (best / "LICENSE").touch()
+    run_distillation(config)  # resumes, and replaces nothing
+    assert (best / "LICENSE").is_file()
 
 
 def test_a_quantised_checkpoint_is_not_compiled(config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:

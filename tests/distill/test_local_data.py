@@ -49,6 +49,19 @@ def test_images_are_not_decoded(data_config: TrainConfig, tmp_path: Path, plain:
     assert len(prepare_data(replace(data_config, data=str(tmp_path / "disk")), plain).samples) == 3
 
 
+@pytest.mark.parametrize("kind", [Image(), Value("string")])
+def test_messages_may_have_more_fields(data_config: TrainConfig, tmp_path: Path, plain: Any, kind: Any) -> None:
+    turns = [
+        [{"role": role, "content": f"{role} {i} " * 20, "image": None} for role in ("user", "assistant")]
+        for i in (1, 2)
+    ]
+    fields = {"role": Value("string"), "content": Value("string"), "image": kind}
+    Dataset.from_dict({"messages": turns}, features=Features({"messages": List(fields)})).save_to_disk(
+        str(tmp_path / "disk")
+    )
+    assert len(prepare_data(replace(data_config, data=str(tmp_path / "disk")), plain).samples) == 2
+
+
 @pytest.mark.parametrize("name", ["rows[1].parquet", "rows?.parquet", "[a]/rows.parquet"])
 def test_a_name_that_is_also_a_pattern_is_read_as_it_is(data_config: TrainConfig, tmp_path: Path, name: str) -> None:
     (tmp_path / "[a]").mkdir()

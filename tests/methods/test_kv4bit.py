@@ -87,7 +87,7 @@ def test_gate_on_evictor_by_name():
     assert made.nominal == "64, reads 32"
     for name, options, message in (
         ("quest+gate", {"bank": bank, "read_budget": 32}, "only a method that evicts"),
-        ("h2o+gate", {"read_budget": 32}, "needs gates: pass GateBank.from_pretrained.* as bank="),
+        ("h2o+gate", {"read_budget": 32}, "needs gates: pass bank=GateBank.from_pretrained"),
         ("h2o+gate", {"read_budget": 32, "bank": "org/gates"}, "bank is a str; it must be a GateBank"),
         ("h2o+gate", {"bank": bank}, "needs read_budget="),
         ("h2o+gate", {"bank": bank, "windows": 3}, "no option 'windows'; there are .*read_budget"),
