@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
+import threading
 import zlib
 from abc import ABC, abstractmethod
 from typing import Any
@@ -12,7 +13,7 @@ from typing import Any
 from seergate.distill.callbacks import Callback, EvalLog, StepLog
 from seergate.distill.config import TrainConfig
 from seergate.durable import naming
-from seergate.errors import SeergateError
+from seergate.errors import DISK, SeergateError
 
 
 class Tracker(Callback, ABC):
@@ -37,6 +38,7 @@ class TensorBoard(Tracker):
 
         self._directory = config.run_dir / "tensorboard"
         self._writer = SummaryWriter(str(self._directory), purge_step=first_step)
+        self._excepthook, threading.excepthook = threading.excepthook, self._show_unless_of_disk
 
     def numbers(self, values: dict[str, float], step: int) -> None:
         with naming(self._directory):
@@ -45,8 +47,16 @@ class TensorBoard(Tracker):
             self._writer.flush()  # if the run is killed, the steps before its checkpoint must be on disk
 
     def close(self) -> None:
-        with naming(self._directory):
-            self._writer.close()
+        try:
+            with naming(self._directory):
+                self._writer.close()
+        finally:
+            threading.excepthook = self._excepthook
+
+    def _show_unless_of_disk(self, error: threading.ExceptHookArgs) -> None:
+        """Leave out the traceback of a full disk: writing in the thread fails again in the main one."""
+        if not (isinstance(error.exc_value, OSError) and error.exc_value.errno in DISK):
+            self._excepthook(error)
 
 
 class WandbLike(Tracker):

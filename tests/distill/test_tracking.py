@@ -2,6 +2,7 @@
 
 import importlib.util
 import sys
+import threading
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -35,6 +36,13 @@ def test_tensorboard_holds_every_scalar_of_every_step(config):
     ):
         assert dict(scalars(out, name)) == pytest.approx(values, rel=1e-5), name
     assert [log.step for log in heard.evals] == [4, 8]
+
+
+def test_tensorboard_leaves_the_errors_of_threads_to_others(tmp_path: Path) -> None:
+    before = threading.excepthook
+    (tracker,) = open_trackers(load_train_config("tiny-reasoner", {"output_dir": str(tmp_path)}), 1)
+    tracker.close()
+    assert threading.excepthook is before
 
 
 def test_none_writes_nothing(tmp_path: Path) -> None:
