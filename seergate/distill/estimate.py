@@ -105,8 +105,7 @@ class Plan:
             "most at once": self.total,
             f"in {elsewhere}: frozen model": m.base_elsewhere,
         }
-        usual = c.scorer == "attn_gate" and c.q_pooling != "none" and c.target == "max"
-        counted = "" if usual else "--scorer attn_gate with pooled queries and --target max"
+        uncounted = c.scorer != "attn_gate" or c.q_pooling == "none" or c.target != "max"
         lines = [
             f"model: {c.model}; {self.shape}",
             f"run: {c.max_steps:,} steps, packs per step: {c.packs_per_step}, {self.step_tokens:,} tokens a step, "
@@ -115,7 +114,7 @@ class Plan:
             self.why_one_sample and f"a pack holds one sample: {self.why_one_sample}",
             f"memory of each process on {where}, GB:",
             *(f"  {name:<52}{size / GB:>9.2f}" for name, size in rows.items() if size),
-            counted and f"  activations and work are those of {counted}; these gates need more",
+            uncounted and "  as counted for attn_gate, pooled queries and max targets; these gates need more",
             self._verdict(),
             f"disk: {c.save_total_limit} checkpoints of {self.checkpoint / GB:.2f} GB",
             f"work: {self.step_flop / 1e12:,.1f} TFLOP a step in matrix products, if each sample fills a pack",

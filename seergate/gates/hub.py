@@ -8,7 +8,7 @@ import tempfile
 from pathlib import Path, PurePosixPath
 from typing import Any
 
-from seergate.errors import SeergateError
+from seergate.errors import SeergateError, did_you_mean
 from seergate.gates.bank import Gates
 from seergate.gates.card import CARD_FILE, LICENCE, Source, has_own_text
 from seergate.gates.files import MARKER_FILE, read_card, save_adapter
@@ -27,16 +27,12 @@ def check_target(repo_id: str, revision: str | None, subfolder: str | None, crea
     _inside(subfolder)
 
 
+OPTIONS = {"token", "cache_dir", "local_files_only", "force_download"}
+"""Options of `huggingface_hub` that `fetch` takes."""
+
+
 def fetch(
-    source: str,
-    *,
-    patterns: list[str],
-    revision: str | None = None,
-    subfolder: str | None = None,
-    token: str | bool | None = None,
-    cache_dir: str | os.PathLike[str] | None = None,
-    local_files_only: bool = False,
-    force_download: bool = False,
+    source: str, *, patterns: list[str], revision: str | None = None, subfolder: str | None = None, **hub: Any
 ) -> Path:
     """The directory of gates at ``source``, downloaded if it is a Hub repository.
 
@@ -45,11 +41,13 @@ def fetch(
         patterns: names of the files to download; ``*`` matches any text.
         revision: branch, tag or commit; only for a repository.
         subfolder: a directory inside ``source``.
-        token, cache_dir, local_files_only, force_download: as in `huggingface_hub`.
+        **hub: `OPTIONS`, as in `huggingface_hub`; ignored for a directory.
 
     Raises:
-        SeergateError: if there are no gates of this name, or the Hub refuses.
+        SeergateError: if there are no gates of this name, an option is unknown, or the Hub refuses.
     """
+    for name in sorted(hub.keys() - OPTIONS):
+        raise SeergateError(f"gates are loaded without an option {name!r}; {did_you_mean(name, sorted(OPTIONS))}")
     inside = _inside(subfolder)
     here = directory_here(source)
     if here is not None:
@@ -66,16 +64,8 @@ def fetch(
 
     unread = f"there is no directory {source}, and the repository could not be read from the Hub"
     files = [str(inside / pattern) for pattern in patterns]
-    with hub_call(unread, asks=not local_files_only):
-        snapshot = snapshot_download(
-            source,
-            revision=revision,
-            allow_patterns=files,
-            token=token,
-            cache_dir=cache_dir,
-            local_files_only=local_files_only,
-            force_download=force_download,
-        )
+    with hub_call(unread, asks=not hub.get("local_files_only")):
+        snapshot = snapshot_download(source, revision=revision, allow_patterns=files, **hub)
     return Path(snapshot) / inside
 
 

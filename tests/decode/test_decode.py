@@ -268,10 +268,7 @@ def test_bad_requests():
     cases = [
         (lambda: seergate.attach(other, bank), "model_type is 'llama' in the model and 'qwen3' in the gates"),
         (lambda: seergate.attach(model, "qest"), "did you mean 'quest'"),
-        (
-            lambda: seergate.attach(model, "gate", token_budget=64),
-            "needs gates: pass .* instead of the name",
-        ),
+        (lambda: seergate.attach(model, "gate", token_budget=64), "needs gates: pass .* instead of the name"),
         (lambda: seergate.attach(model, bank, budget=64), "no decode option 'budget'"),
         (lambda: seergate.attach(model, bank, threshold=1.0), "threshold is 1.0.*between 0 and 1"),
         (lambda: seergate.attach(model, bank, token_budget=64, top_p=0.9), "token_budget and top_p are both given"),

@@ -230,7 +230,7 @@ def test_best_is_not_replaced_unless_it_holds_gates(config: TrainConfig, tmp_pat
     assert (best / "model.safetensors").is_file()
     shutil.rmtree(best)
     run_distillation(config)
-    (best / "LICENSE").parent.mkdir(exist_ok=True)
+    best.mkdir(exist_ok=True)
     (best / "LICENSE").touch()
     run_distillation(config)  # resumes, and replaces nothing
     assert (best / "LICENSE").is_file()

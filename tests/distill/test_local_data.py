@@ -51,14 +51,9 @@ def test_images_are_not_decoded(data_config: TrainConfig, tmp_path: Path, plain:
 
 @pytest.mark.parametrize("kind", [Image(), Value("string")])
 def test_messages_may_have_more_fields(data_config: TrainConfig, tmp_path: Path, plain: Any, kind: Any) -> None:
-    turns = [
-        [{"role": role, "content": f"{role} {i} " * 20, "image": None} for role in ("user", "assistant")]
-        for i in (1, 2)
-    ]
-    fields = {"role": Value("string"), "content": Value("string"), "image": kind}
-    Dataset.from_dict({"messages": turns}, features=Features({"messages": List(fields)})).save_to_disk(
-        str(tmp_path / "disk")
-    )
+    chats = [[{"role": x, "content": f"{x} {i} " * 20, "image": None} for x in ("user", "assistant")] for i in (1, 2)]
+    kinds = Features({"messages": List({"role": Value("string"), "content": Value("string"), "image": kind})})
+    Dataset.from_dict({"messages": chats}, features=kinds).save_to_disk(str(tmp_path / "disk"))
     assert len(prepare_data(replace(data_config, data=str(tmp_path / "disk")), plain).samples) == 2
 
 

@@ -231,6 +231,13 @@ def test_operations_agree_with_a_count_of_them(shape: str, stride: int) -> None:
     assert pack_flop(model, bank, run, 1024, len(bank)) == pytest.approx(counted, rel=0.1)
 
 
+def test_gates_that_need_more_than_is_counted_are_said_to() -> None:
+    texts = [
+        make_plan(load_train_config("qwen3-8b", {"scorer": x}), memory_gb=80).text() for x in ("attn_gate", "msa")
+    ]
+    assert ["these gates need more" in text for text in texts] == [False, True]
+
+
 def test_gates_of_anchors_are_counted_alone() -> None:
     runs = [load_train_config("qwen3-8b", {"anchors": anchors}) for anchors in (None, (0, 9, 18, 27))]
     whole, some = (make_plan(run, memory_gb=80) for run in runs)

@@ -52,6 +52,7 @@ def test_subset_and_conversion(bank, model, tmp_path):
     refused(message, GateBank.from_pretrained, tmp_path, dtype=torch.float16)
     with pytest.raises(ValueError, match=r"dtype is 'bfloat16'; it must be torch.bfloat16 or"):
         GateBank.from_pretrained(tmp_path, dtype="bfloat16")
+    refused("without an option 'torch_dtype'", GateBank.from_pretrained, tmp_path, torch_dtype=torch.bfloat16)
     refused("dtype torch.int8; it must be one of", bank.cast, torch.int8)
 
 
