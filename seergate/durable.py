@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import weakref
 from collections.abc import Iterator, Mapping
@@ -86,6 +87,9 @@ def flush(path: Path) -> None:
         handle = os.open(path, os.O_RDONLY)
         try:
             os.fsync(handle)
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.ENOTSUP, errno.ENOSYS):  # not supported for directories
+                raise
         finally:
             os.close(handle)
 

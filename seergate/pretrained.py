@@ -55,7 +55,8 @@ def read_pretrained(what: str, name: str | os.PathLike[str], read: Callable[...,
         options["gguf_file"] = file.name
     options = {"trust_remote_code": False, **{key: value for key, value in options.items() if value is not None}}
     from_hub = here is None
-    unread = f"the {what} {name}{' is no directory here and' if from_hub else ''} could not be loaded"
+    commit = f" at {revision}" if (revision := options.get("revision")) else ""
+    unread = f"the {what} {name}{commit}{' is no directory here and' if from_hub else ''} could not be loaded"
     with hub_call(unread, asks=from_hub and not options.get("local_files_only")):
         return read(resolve_model(name) if file is None else str(here), **options)
 

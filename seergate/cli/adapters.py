@@ -139,7 +139,7 @@ def _push_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _push(options: argparse.Namespace) -> None:
-    from seergate.gates import CARD_FILE, Source, base_note, check_target, read_card, save_adapter
+    from seergate.gates import CARD_FILE, Source, base_note, check_target, licence_of_base, read_card, save_adapter
     from seergate.models.gate_bank import GateBank
 
     if (directory := directory_here(options.directory)) is None:
@@ -153,6 +153,7 @@ def _push(options: argparse.Namespace) -> None:
     _describe(bank, options)
     if options.dry_run:
         check_target(options.repo_id, options.revision, options.subfolder, options.create_pr)
+        bank.licence = bank.licence or licence_of_base(bank, options.token)
         with tempfile.TemporaryDirectory() as place:
             if card := read_card(directory):
                 (Path(place) / CARD_FILE).write_text(card, encoding="utf-8")

@@ -13,7 +13,7 @@ from seergate.gates.bank import Gates
 from seergate.gates.card import CARD_FILE, LICENCE, Source, has_own_text
 from seergate.gates.files import MARKER_FILE, read_card, save_adapter
 from seergate.hub import hub_call
-from seergate.paths import HUB_ID, directory_here, gguf_file, is_local_model
+from seergate.paths import HUB_ID, directory_here, gguf_file, is_hub_id
 
 
 def check_target(repo_id: str, revision: str | None, subfolder: str | None, create_pr: bool) -> None:
@@ -70,12 +70,12 @@ def fetch(
 
 
 def base_note(base_model: str | None) -> str | None:
-    """Note for pushed gates if their base model is a local directory or file; else ``None``."""
-    if base_model is None or not is_local_model(base_model):
+    """Note for pushed gates if their base model is neither on the Hub nor shipped; else ``None``."""
+    if base_model is None or is_hub_id(base_model) or base_model.startswith("checkpoints/"):
         return None
     return (
-        f"note: the base model is {base_model} on this machine; `seergate push` with --base-model ORG/NAME lets "
-        "others find it"
+        f"note: the base model is {base_model}, which is not on the Hub; `seergate push` with --base-model ORG/NAME "
+        "lets others find it"
     )
 
 
@@ -122,6 +122,8 @@ def push_adapter(
         bank = bank.derived(licence=licence_of_base(bank, token))
     with hub_call(f"the gates could not be pushed to {repo_id}"), tempfile.TemporaryDirectory() as place:
         repo_id = api.create_repo(repo_id, private=private, exist_ok=True).repo_id  # with the namespace
+        if private and not api.model_info(repo_id).private:
+            raise SeergateError(f"{repo_id} exists and is public; make it private on the Hub, or leave private out")
         if revision not in (None, "main"):
             api.create_branch(repo_id, branch=revision, exist_ok=True)
         paths = map(PurePosixPath, api.list_repo_files(repo_id, revision=revision))
@@ -164,7 +166,7 @@ def licence_of_base(bank: Gates, token: str | bool | None) -> dict[str, str]:
     except Exception:  # a card without a licence is no reason to fail
         return {}
     values = {key: getattr(data, key, None) for key in LICENCE}
-    return {key: str(value) for key, value in values.items() if value}
+    return {key: value for key, value in values.items() if isinstance(value, str) and value}  # the Hub takes no list
 
 
 def _inside(subfolder: str | None) -> PurePosixPath:

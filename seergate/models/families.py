@@ -281,7 +281,7 @@ def gate_geometry(model: PreTrainedModel, config: GateConfig) -> ModelGeometry:
         attention_scaling=scaling,
         hidden_size=base.hidden_size,
         num_layers=base.num_hidden_layers,
-        base_model=model.config.name_or_path or None,
+        base_model=None if hasattr(model, "peft_config") else model.config.name_or_path or None,
         base_revision=base_commit(model.config),
     )
 

@@ -77,10 +77,13 @@ def load(
     )
     method = method_of(bank, config, **given)
     base, pinned = _base_of(bank, gates, base_model)
-    of_model = {*MODEL_OPTIONS, *base_config(base, revision=pinned, **hub).to_dict()}
+    config_of_base = base_config(base, revision=pinned, **hub)
+    of_model = {*MODEL_OPTIONS, *config_of_base.to_dict()}
     check_decode_options(options, decode_options(bank), of_model)
     of_config = {name: value for name, value in options.items() if name not in MODEL_OPTIONS}
-    without_weights = skeleton(base_config(base, revision=pinned, **hub, **of_config))
+    if of_config:
+        config_of_base = base_config(base, revision=pinned, **hub, **of_config)
+    without_weights = skeleton(config_of_base)
     attach(without_weights, method, correction=correction, storage=storage)  # refuses before weights are read
     model = load_base(base, revision=pinned, **hub, **options)
     attach(model, method, correction=correction, storage=storage)

@@ -11,6 +11,7 @@ Shape suffixes: B batch, S new tokens, H query heads, K KV heads, D head dimensi
 from __future__ import annotations
 
 import copy
+import inspect
 import sys
 import warnings
 from collections.abc import Callable
@@ -87,6 +88,13 @@ def attention_input(args: Any, kwargs: dict[str, Any]) -> Tensor:
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
 
+_OWN_ATTENTION = (
+    "the code of {}{} is not transformers' own, or was replaced, as by unsloth, so the attention function that its "
+    "configuration names may not be called; load the model without trust_remote_code and without patches of its "
+    "attention"
+)
+
+
 class QKHook:
     """Captures the RoPE inputs of one attention module as ``[B, heads, S, D]`` views, without a copy.
 
@@ -107,6 +115,8 @@ class QKHook:
                 "Liger's RoPE overwrites the queries and keys that it rotates, which gates and methods read before; "
                 "patch the model with rope=False (apply_liger_kernel_to_...(rope=False))"
             )
+        if not getattr(inspect.unwrap(type(attention).forward), "__module__", "").startswith("transformers."):
+            raise SeergateError(_OWN_ATTENTION.format(type(attention).__name__, ""))
         if family.hook_point == "fused":
             self._catching["qkv_proj"] = self._catch_fused
         else:
@@ -221,7 +231,7 @@ class SingleThreadGuard:
     """
 
     def __init__(self, decoder: nn.Module, handle: Attachment) -> None:
-        self._handle, self._passes, self._thread = handle, handle.passes, get_ident()
+        self._decoder, self._handle, self._passes, self._thread = decoder, handle, handle.passes, get_ident()
         # A forward hook with always_call would see the end of a pass, but torch.compile would recompile per handle.
         self._hook = decoder.register_forward_pre_hook(self._enter)
 
@@ -232,6 +242,8 @@ class SingleThreadGuard:
     def _enter(self, module: nn.Module, args: Any) -> None:
         if is_compiling():  # a compiled graph runs as one call
             return
+        if module is not self._decoder:
+            raise SeergateError("DataParallel shares an attached method among replicas; use one process per GPU")
         thread = get_ident()
         before, self._thread = self._thread, thread
         if self._passes.thread not in (None, thread) or (before != thread and _runs(before, module)):
@@ -361,11 +373,7 @@ class LayerBinding:
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Refuse a module that did not come to `attend`; it has attended to its new tokens only."""
         if self.arriving is not None:
-            raise SeergateError(
-                f"{type(module).__name__} of layer {self.layer} computes attention by itself and does not call the "
-                "function that its configuration names: its code is not transformers' own, or was replaced; load the "
-                "model without trust_remote_code and without patches of its attention"
-            )
+            raise SeergateError(_OWN_ATTENTION.format(type(module).__name__, f" of layer {self.layer}"))
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store new tokens as a cache does, for a module whose keys and values later layers read."""

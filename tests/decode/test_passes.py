@@ -98,6 +98,8 @@ def test_a_model_and_its_peft_wrapper_are_one(model):
         with pytest.raises(SeergateError, match="no method is attached"):
             seergate.handle_of(one)
     assert "_prefill" not in vars(base)
+    base.config.name_or_path = "org/base"
+    assert gates(wrapped).geometry.base_model is None, "the base alone is not what these gates are for"
 
 
 SHARED = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "num_hidden_layers": 4} | {
@@ -353,7 +355,21 @@ def test_attention_that_calls_no_attention_function_is_refused(model, monkeypatc
     attention = model.model.layers[1].self_attn
     monkeypatch.setattr(attention, "forward", patched)
     with seergate.attached(model, "quest", token_budget=32, block_size=8):
-        refused("Qwen3Attention of layer 1 computes attention by itself", model.generate, prompt(40), max_new_tokens=2)
+        refused("Qwen3Attention of layer 1 is not transformers' own", model.generate, prompt(40), max_new_tokens=2)
+
+
+def test_a_class_of_attention_that_was_replaced_is_refused(model, monkeypatch):
+    """As by unsloth, whose layers are called without transformers' cache, so that every step would be dense."""
+    monkeypatch.setattr(type(model.model.layers[0].self_attn), "forward", lambda *args, **kwargs: None)
+    refused("the code of Qwen3Attention is not transformers' own", seergate.attach, model, "quest")
+
+
+def test_replicas_of_data_parallel_are_refused(model):
+    """They share the hooks; each runs in a thread of its own."""
+    with seergate.attached(model, "quest", token_budget=32, block_size=8):
+        replica = copy.copy(model.model)
+        refused("use one process per GPU", replica, prompt(8))
+        model(prompt(8))
 
 
 @pytest.mark.parametrize("before", [0, 40])

@@ -183,7 +183,7 @@ def test_an_upload_that_fails_loses_nothing(config: TrainConfig) -> None:
     heard = Recorder()
     refused("not uploaded", run_distillation, config, [heard])
     assert heard.steps == []  # nothing is trained again
-    assert heard.messages[-1].startswith(f"note: the base model is {config.model} on this machine; `seergate push` ")
+    assert heard.messages[-1].startswith(f"note: the base model is {config.model}, which is not on the Hub; ")
     run_distillation(replace(config, push_to_hub=None), [heard])
 
 

@@ -1,6 +1,9 @@
 """Adapters: saving and loading, alone and with a base model; an error message for every fault."""
 
+import errno
+import os
 import re
+import stat
 import warnings
 
 import pytest
@@ -186,6 +189,19 @@ def test_peft_and_gates_live_together(bank, path):
     model = seergate.load(path, token_budget=16)
     model.add_adapter(peft.LoraConfig(target_modules=["v_proj"], r=2))
     assert model.generate(input_ids=prompt(60), max_new_tokens=4).shape == (1, 64)
+
+
+def test_file_systems_without_fsync_of_directories(bank, tmp_path, monkeypatch):
+    """Such as CIFS, gocryptfs and rclone's: what was written is there."""
+
+    def fsync(handle, of_file=os.fsync):
+        if stat.S_ISDIR(os.fstat(handle).st_mode):
+            raise OSError(errno.EINVAL, "Invalid argument")
+        of_file(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    bank.save_pretrained(tmp_path / "gates")
+    assert same(GateBank.from_pretrained(tmp_path / "gates"), bank)
 
 
 def test_a_base_in_a_relative_directory_is_found_from_elsewhere(bank, tmp_path, monkeypatch):

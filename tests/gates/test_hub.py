@@ -14,6 +14,7 @@ from seergate import GateBank, GateConfig, SeergateError
 from seergate.distill import load_train_config
 from seergate.distill.trainer import prepare_run
 from seergate.eval.running import check_model
+from seergate.gates.hub import licence_of_base
 from seergate.hub import hub_call, offline, unanswered
 from seergate.models.loading import base_config, download_weights, load_base
 from tests.distill.conftest import PLAIN, byte_tokenizer
@@ -118,6 +119,10 @@ def test_private_repositories(hub, bank):
     missing = "no such repository, or it is private"
     for token, message in ((None, missing), (False, missing), ("reader", missing), ("forged", "not valid")):
         refused(message, pull, token=token, force_download=True, cache_dir="nowhere")
+    bank.push_to_hub("org/open", **W)
+    before = hub.repos["org/open"].refs["main"]
+    refused("org/open exists and is public", bank.push_to_hub, "org/open", **W, private=True)
+    assert hub.repos["org/open"].refs["main"] == before
 
 
 def test_what_an_owner_has_in_the_repository_stays(hub, bank):
@@ -171,6 +176,13 @@ def test_base_at_its_pinned_revision_and_licence(hub, bank, tmp_path):
     with pytest.warns(match=f"trained on org/base at commit {pinned}, and this is "):
         check_model("org/base", [], [gates])  # as `seergate eval` does, which reads the newest commit
     run_example(text)
+    (tmp_path / "base" / "README.md").write_text("---\nlicense: [mit, apache-2.0]\n---\n")
+    api.upload_file(path_or_fileobj=tmp_path / "base" / "README.md", path_in_repo="README.md", repo_id="org/base")
+    assert licence_of_base(gates, None) == {"license": "apache-2.0"}, "of the pinned commit"
+    newest = gates.derived(geometry=replace(gates.geometry, base_revision=None))
+    assert licence_of_base(newest, None) == {}, "the Hub takes no list"
+    elsewhere = {"cache_dir": tmp_path / "new", "local_files_only": True}
+    refused(f"base model org/base at {pinned} is no directory", seergate.load, tmp_path / "made", **elsewhere)
 
 
 @pytest.mark.parametrize(
@@ -211,6 +223,14 @@ def test_pull_refused(hub, bank, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     refused("could not be pushed to org/gates: .*Connection refused", bank.push_to_hub, REPO, **W)
     refused(UNREAD, pull, "org/other")
+
+
+def test_the_hubs_reasons_in_further_lines_are_kept(hub):
+    def fails():
+        with hub_call("not pushed"):
+            raise ValueError('Invalid metadata in README.md.\n- "license" must be one of [mit]')
+
+    refused('not pushed: Invalid metadata in README.md. - "license" must be one of', fails)
 
 
 def test_shards_are_found_by_the_index_however_they_are_named(hub, tmp_path):
