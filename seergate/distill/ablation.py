@@ -139,6 +139,15 @@ def run_studies(chosen: Sequence[tuple[Study, Mapping[str, TrainConfig]]]) -> li
         for variant, config in configs[-1].items():
             name = variant if len(chosen) == 1 else f"{study.name}, {variant}"
             groups.setdefault(tuple(getattr(config, option) for option in FROZEN), {})[name] = config
+    several = int(os.environ.get("WORLD_SIZE") or 1) > 1 or any(key[FROZEN.index("deepspeed")] for key in groups)
+    if len(groups) > 1 and several:  # a process group cannot be made twice
+        differing = [
+            name for name, values in zip(FROZEN, zip(*groups, strict=True), strict=True) if len(set(values)) > 1
+        ]
+        raise SeergateError(
+            f"the runs differ in {', '.join(differing)}, so they need frozen models of their own; train them in one "
+            "process without DeepSpeed, or as a study each"
+        )
     for runs in groups.values():
         run_together({name: (config, []) for name, config in runs.items()}, compared=True)
     return [[_outcome(variant, config) for variant, config in each.items()] for each in configs]

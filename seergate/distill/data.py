@@ -17,6 +17,7 @@ import numpy as np
 from torch import Tensor
 
 from seergate.distill.config import TrainConfig
+from seergate.distill.distributed import available_cores
 from seergate.distill.formatting import TEMPLATES, Formatter, MalformedRow, TrainingText, question
 from seergate.distill.packing import pack, packed
 from seergate.distill.sources import RAW, no_rows, open_source
@@ -29,7 +30,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 7
+FORMAT = 8
 """Version of the token cache; to be incremented when tokenisation changes for the same rows."""
 
 ROWS_PER_PROCESS = 2000
@@ -252,12 +253,13 @@ def tokenised(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> Datase
             tokenise,
             fn_kwargs={"formatter": formatter},
             batched=True,
+            batch_size=100,  # at 1,000 long rows, workers may take a GB each
             remove_columns=rows.column_names,
             features=Features(
                 {"ids": Sequence(Value("int32")), "length": Value("int64"), "largest": Value("int32")}
                 | {"digest": text, "problem": text, "notes": Sequence(text)}
             ),
-            num_proc=min(os.cpu_count() or 1, len(rows) // ROWS_PER_PROCESS) or None,
+            num_proc=min(available_cores(), len(rows) // ROWS_PER_PROCESS) or None,
             cache_file_name=str(cache / f"{name}.arrow"),
             new_fingerprint=name,  # `datasets` would hash the tokenizer, but using a tokenizer changes its state
             desc="tokenising",

@@ -164,8 +164,13 @@ def init_distributed(*, alone: bool = False) -> DistributedState:
             raise SeergateError(f"the processes of this run could not be connected: {first_line(error)}") from error
     world = DistributedState(rank, size, local_rank, device)
     if device.type == "cpu" and world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
-        torch.set_num_threads(max(1, (os.cpu_count() or 1) // world.local_size))  # the processes share the cores
+        torch.set_num_threads(max(1, available_cores() // world.local_size))  # the processes share the cores
     return world
+
+
+def available_cores() -> int:
+    """Number of cores that this process may use, which a scheduler such as Slurm may limit."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def expect_steps(group: dist.ProcessGroup | None = None) -> None:

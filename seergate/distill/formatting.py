@@ -211,7 +211,10 @@ class Formatter:
         before, _, rest = answer.partition(OPEN)
         reasoning, end, reply = rest.partition(CLOSE)
         reasoning, in_tags = reasoning.strip(), self.reasoning_key is None
-        if in_tags or OPEN not in answer:
+        cut = in_tags and OPEN in answer and not end
+        if cut:  # for templates that keep closed reasoning only
+            messages[-1]["content"] = f"{answer}\n{CLOSE}\n\n."
+        elif in_tags or OPEN not in answer:
             messages[-1]["content"] = answer
         elif end:
             messages[-1]["content"] = f"{before}{reply}".strip()
@@ -221,11 +224,12 @@ class Formatter:
         text = _render(self.tokenizer, messages, self.template)
         if leaves_out_a_turn(messages, text, lambda turns: _render(self.tokenizer, turns, self.template)):
             raise MalformedRow("a turn whose role the chat template leaves out")
+        text = text[: text.rfind(CLOSE)].rstrip() if cut and CLOSE in text else text
         system = [message for message in messages[:1] if message["role"] == "system"]
         tags = text.count(OPEN) - _render(self.tokenizer, [*system, _PROBE[0]], self.template).count(OPEN)
         tags -= sum(message["content"].count(OPEN) for message in messages[len(system) : -1])
-        if OPEN in answer and (tags != in_tags or reasoning not in text):
-            raise MalformedRow("reasoning that the chat template does not keep")
+        if OPEN in answer and (tags != in_tags or reasoning not in text or before.strip() not in text):
+            raise MalformedRow("reasoning, or text before it, that the chat template does not keep")
         if tags > 1:
             raise MalformedRow("several think tags")
         notes = {
@@ -292,7 +296,7 @@ def _turns(value: Any, role: str) -> list[Any]:
 def _message(turn: Any) -> dict[str, str]:
     if not isinstance(turn, Mapping):
         raise MalformedRow("a turn without role and content")
-    if turn.get("tool_calls") or turn.get("function_call"):
+    if turn.get("tool_calls") or turn.get("function_call") or turn.get("role") in ("tool", "function"):
         raise MalformedRow("a turn with tool calls")
     role, content = turn.get("role"), turn.get("content")
     if not isinstance(role, str) or not isinstance(content, str):

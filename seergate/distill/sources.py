@@ -37,7 +37,7 @@ HELD_OUT_NAMES = re.compile(r"(?i)(^|[^a-z])(test|valid|validation|val|dev|eval)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 """Pattern of a commit hash on the Hub."""
 
-ROWS_VERSION = 2
+ROWS_VERSION = 3
 """Version of stored rows; to be incremented if reading changes what the same files give."""
 RAW = ("json", "problem")
 """Columns of rows that are stored as JSON text: the text, and the reason if there is none."""
@@ -107,14 +107,18 @@ def _as_json(row: Any) -> dict[str, str]:
     return {"json": text, "problem": ""}
 
 
-MEDIA = {"Image", "Audio", "Video"}
-"""Types of `datasets` that are decoded when a row is read."""
+READ = {"messages", "prompt", "completion", "text", "question"}
+"""Columns that are read, unless ``data_column`` names another."""
 
 
-def _limited(rows: Dataset, limit: int | None) -> Dataset:
-    """The first rows, without columns of images and the like, which are not read and might not be decoded."""
-    kinds = {name: getattr(kind, "feature", kind) for name, kind in rows.features.items()}  # of a list: its items
-    rows = rows.remove_columns([name for name, kind in kinds.items() if type(kind).__name__ in MEDIA])
+def _columns(rows: Any, column: str | None) -> Any:
+    """Rows with the columns that are read, all if there are none: others, such as images, might not be decoded."""
+    kept = [name for name in rows.column_names or () if name in ({column} if column else READ)]
+    return rows.select_columns(kept) if kept else rows
+
+
+def _limited(rows: Dataset, config: TrainConfig) -> Dataset:
+    limit, rows = config.data_limit, _columns(rows, config.data_column)
     return rows if limit is None or limit >= len(rows) else rows.select(range(limit))
 
 
@@ -135,7 +139,7 @@ def _local(path: Path, config: TrainConfig, cache: Path) -> Dataset:
     if path.is_dir() and (path / "dataset_info.json").is_file():
         from datasets import load_from_disk
 
-        return _limited(load_from_disk(str(path)).with_format(None), config.data_limit)  # one may be saved with it
+        return _limited(load_from_disk(str(path)).with_format(None), config)  # one may be saved with it
     suffixes = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
     every = glob.glob(f"{glob.escape(str(path))}/**", recursive=True)  # in folders that are links, too; nothing hidden
     inside = sorted(map(Path, every)) if path.is_dir() else [path]
@@ -153,12 +157,15 @@ def _local(path: Path, config: TrainConfig, cache: Path) -> Dataset:
         )
     files = sorted({file.resolve(): file for file in reversed(files)}.values())  # once, if a link leads to it again
     stamps = tuple((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
-    return _copied(config.data, _file_rows, cache, files=stamps, limit=config.data_limit)
+    options = {"limit": config.data_limit, "column": config.data_column}
+    return _copied(config.data, _file_rows, cache, files=stamps, **options)
 
 
-def _file_rows(files: tuple[tuple[str, int, int], ...], limit: int | None) -> Iterator[dict[str, str]]:
+def _file_rows(
+    files: tuple[tuple[str, int, int], ...], limit: int | None, column: str | None
+) -> Iterator[dict[str, str]]:
     paths = [Path(name) for name, *_ in files]  # size and time only distinguish the cached copies of a changed file
-    read = (json_rows(path) if path.suffix in JSON_SUFFIXES else _table_rows(path) for path in paths)
+    read = (json_rows(path) if path.suffix in JSON_SUFFIXES else _table_rows(path, column) for path in paths)
     return itertools.islice(itertools.chain.from_iterable(read), limit)
 
 
@@ -185,7 +192,7 @@ def json_rows(file: Path) -> Iterator[dict[str, str]]:
                     yield {"json": "", "problem": "not UTF-8"}
 
 
-def _table_rows(file: Path) -> Iterator[dict[str, str]]:
+def _table_rows(file: Path, column: str | None) -> Iterator[dict[str, str]]:
     import pyarrow
     from datasets import load_dataset
     from datasets.exceptions import DatasetGenerationError
@@ -197,7 +204,7 @@ def _table_rows(file: Path) -> Iterator[dict[str, str]]:
         # By default, Parquet's batch has as many rows as the file's first part, which may be none.
         options = {"batch_size": 1000} if kind == "parquet" else {}
         rows = load_dataset(kind, data_files=place, split="train", streaming=True, **options)
-        yield from map(_as_json, rows)
+        yield from map(_as_json, _columns(rows, column))
     except (pyarrow.ArrowException, DatasetGenerationError, OSError, ValueError) as error:  # ValueError: of a type
         raise SeergateError(f"{file} cannot be read: {first_line(error)}") from error
 
@@ -219,19 +226,20 @@ def _hub(config: TrainConfig, cache: Path) -> Dataset:
             raise SeergateError(f"data_split is {config.data_split!r}; {config.data} has {', '.join(sorted(known))}")
         if not config.streaming:
             builder.download_and_prepare()
-            return _limited(builder.as_dataset(split=config.data_split), config.data_limit)
+            return _limited(builder.as_dataset(split=config.data_split), config)
         place = {"name": config.data, "part": config.data_config, "split": config.data_split, "revision": commit}
-        return _copied(config.data, _streamed_rows, cache, **place, limit=config.data_limit)
+        options = {"limit": config.data_limit, "column": config.data_column}
+        return _copied(config.data, _streamed_rows, cache, **place, **options)
 
 
 def _streamed_rows(
-    name: str, part: str | None, split: str, revision: str, limit: int | None
+    name: str, part: str | None, split: str, revision: str, limit: int | None, column: str | None
 ) -> Iterator[dict[str, str]]:
     from datasets import load_dataset_builder
 
     commit = revision if COMMIT.fullmatch(revision) else None
     rows = load_dataset_builder(name, part, revision=commit).as_streaming_dataset(split=split)
-    return itertools.islice(streamed(rows, name), limit)
+    return itertools.islice(streamed(_columns(rows, column), name), limit)
 
 
 def streamed(rows: Any, name: str) -> Iterator[dict[str, str]]:

@@ -134,10 +134,10 @@ def _train(runs: list[Run], requested: set[int]) -> None:
         stop = False
         for run in active:
             stop |= run.update(step, outputs[run], started, bool(requested))
-        held_out = _evaluate([run for run in active if run.evaluates(step)])
+        evaluating = [run for run in active if run.evaluates(step) and not stop]  # else it is made up for later
+        for run, evaluation in _evaluate(evaluating).items():
+            stop |= run.evaluated(step, evaluation, bool(requested))
         for run in active:
-            if run in held_out:
-                run.evaluated(step, held_out[run])
             run.save(step, stop)
         if stop:
             number = int(world.from_main(lambda: max(requested, default=0)) or signal.SIGTERM)

@@ -369,16 +369,18 @@ class Run:
         return bool(self.data.held_out and every and (done == self.config.max_steps or done % every == 0))
 
     def lacks_evaluation(self) -> bool:
-        """Return whether a run that has ended was evaluated with other options, or its checkpoint has no recall."""
+        """Return whether an evaluation is due that a stop signal left out or that had other options."""
         done, progress = self.done, self.progress
         recorded = progress.held_out_row_start, sorted(map(int, progress.held_out_recall or ()))
         current = self.eval_row_start, sorted(self.config.recall_budgets)
-        return done == self.config.max_steps and self.evaluates(done - 1) and recorded != current
+        return done > 0 and self.evaluates(done - 1) and recorded != current
 
-    def evaluated(self, step: int, outputs: list[DistillOutput]) -> None:
-        """Report an evaluation, given this process's outputs, and export the gates if they are the best so far."""
+    def evaluated(self, step: int, outputs: list[DistillOutput], stop: bool = False) -> bool:
+        """Report an evaluation, given this process's outputs, and export the gates if they are the best so far.
+        Returns whether any process was asked to stop.
+        """
         count = len(self.data.held_out)
-        means = self._averages(outputs, count)
+        means = self._averages(outputs, count, stop)
         if means.non_finite:
             lost = f"{means.non_finite} of {count} held-out packs gave no finite loss and were left out"
             self._say(f"step {step + 1}: {lost}")
@@ -387,7 +389,7 @@ class Run:
             callback.on_eval(log)
         progress = self.progress
         if not math.isfinite(log.kl):
-            return
+            return means.stop
         other_rows = progress.best_row_start not in (None, self.eval_row_start)
         progress.held_out_kl, progress.held_out_row_start = log.kl, self.eval_row_start
         progress.held_out_recall = {str(budget): share for budget, share in log.mean_recall().items()}
@@ -395,6 +397,7 @@ class Run:
         if progress.best_kl is None or (not ended if other_rows else log.kl < progress.best_kl):
             progress.best_kl, progress.best_step, progress.best_row_start = log.kl, step + 1, self.eval_row_start
             self._export(self.dir / "best")
+        return means.stop
 
     def save(self, step: int, stop: bool) -> None:
         """Write a checkpoint after a step if ``save_steps`` requires one, or if the run ends or stops."""

@@ -170,6 +170,7 @@ class Signalled(Recorder):
         self._signal("step", log)
 
     def on_eval(self, log: EvalLog) -> None:
+        super().on_eval(log)
         self._signal("eval", log)
 
 

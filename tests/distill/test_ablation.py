@@ -210,6 +210,18 @@ def test_the_command_trains_several_studies_at_once(config: TrainConfig, tmp_pat
     assert places == {f"ablation-{name}-{Path(config.model).name.lower()}" for name in ("one", "two")}
 
 
+@pytest.mark.parametrize("several", [{"WORLD_SIZE": "2"}, {}])
+def test_frozen_models_one_after_another_are_refused_where_that_cannot_be(config, monkeypatch, several):
+    """The second would make the process group again, hours later."""
+    study = Study("s", {}, {"a": {"dtype": "float32"}, "b": {"dtype": "bfloat16"}})
+    configs = variant_configs(study, config.model, options_of(config))
+    for name, value in several.items():
+        monkeypatch.setenv(name, value)
+    if not several:
+        configs = {name: replace(each, deepspeed="ds_configs/zero2.json") for name, each in configs.items()}
+    refused("the runs differ in dtype, so", run_study, study, configs)
+
+
 def test_the_variants_of_a_study_share_their_commits(config, pushes):
     study = Study("pooling", {}, {"max": {"k_pooling": "max"}, "min": {"k_pooling": "min"}})
     options = options_of(config, data="org/rows", data_revision="main", max_steps=1)

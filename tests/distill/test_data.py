@@ -206,6 +206,7 @@ def test_bad_rows_are_counted_by_reason_and_cost_only_themselves(data_config, to
         "a turn with tool calls": [
             {"messages": [user, {"role": "assistant", "content": None, "tool_calls": [{"function": {}}]}]},
             {"messages": [user, {"role": "assistant", "content": "", "tool_calls": [{}]}, *good[0]["messages"]]},
+            {"messages": [*good[0]["messages"], {"role": "tool", "content": "7"}, *good[0]["messages"]]},
         ],
         "several think tags": [chat("<think>a</think>b<think>c</think>d"), chat("<think><think>a</think>b")],
         "neither messages nor text": [{"messages": {"role": "user"}}],
@@ -224,14 +225,22 @@ def test_bad_rows_are_counted_by_reason_and_cost_only_themselves(data_config, to
     assert "2 malformed (several think tags)" in report.summary() and "1 duplicates left out" in report.summary()
 
 
-def test_reasoning_that_never_ends_is_kept_or_counted_never_emptied(tokenizer: PreTrainedTokenizerFast) -> None:
+def test_reasoning_that_never_ends_is_kept_without_what_a_template_writes_after_it(
+    tokenizer: PreTrainedTokenizerFast,
+) -> None:
+    """Some templates, as Qwen3's, keep closed reasoning only."""
+    text = Formatter(tokenizer).text(chat("<think>on and on")).text
+    assert text.count("<think>") == 1 and text.endswith("on and on") and "</think>" not in text
+
+
+def test_text_before_the_reasoning_is_kept_or_the_row_is_counted(tokenizer: PreTrainedTokenizerFast) -> None:
     try:
-        text = Formatter(tokenizer).text(chat("<think>on and on")).text
+        text = Formatter(tokenizer).text(chat("Preamble <think>one</think>2")).text
     except MalformedRow as reason:
-        assert tokenizer.chat_template == TEMPLATES["qwen3"]  # it would put an empty reasoning before the real one
-        assert str(reason) == "reasoning that the chat template does not keep"
+        assert tokenizer.chat_template == TEMPLATES["qwen3"]
+        assert str(reason) == "reasoning, or text before it, that the chat template does not keep"
     else:
-        assert text.count("<think>") == 1 and "on and on" in text
+        assert "Preamble" in text
 
 
 def test_think_tags_in_the_question_are_not_mistaken_for_reasoning(tokenizer: PreTrainedTokenizerFast) -> None:

@@ -101,6 +101,7 @@ def test_streaming_and_downloading_give_the_same_rows(hub, rows, tmp_path):
     cases = [{"streaming": True}, {}, *({"streaming": True} | case for case in cases)]
     streamed, downloaded, rest, other = read(hub, tmp_path, *cases)
     assert not any(fault.times for fault in hub.faults)
+    rows = [{"messages": row["messages"]} for row in rows]  # other columns are not read
     assert streamed == downloaded == [60, rows[0], rows[59], sha]
     assert rest == [20, rows[60], rows[79], sha] and other == [80, rows[0], rows[79], sha]
 

@@ -47,6 +47,10 @@ def test_images_are_not_decoded(data_config: TrainConfig, tmp_path: Path, plain:
     kinds = Features({"text": Value("string"), "images": List(Image())})
     Dataset.from_dict(rows, features=kinds).save_to_disk(str(tmp_path / "disk"))
     assert len(prepare_data(replace(data_config, data=str(tmp_path / "disk")), plain).samples) == 3
+    Dataset.from_dict(rows, features=kinds).to_parquet(str(tmp_path / "rows.parquet"))
+    for column in (None, "text"):
+        given = replace(data_config, data=str(tmp_path / "rows.parquet"), data_column=column)
+        assert len(prepare_data(given, plain).samples) == 3
 
 
 @pytest.mark.parametrize("kind", [Image(), Value("string")])

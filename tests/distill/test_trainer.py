@@ -83,13 +83,27 @@ def test_each_pack_has_other_rows(config: TrainConfig, monkeypatch: pytest.Monke
 def test_a_signal_saves_and_ends_the_run(config, tmp_path, number):
     before = signal.getsignal(number)
     whole = run_distillation(replace(config, output_dir=str(tmp_path / "whole")))
-    with pytest.raises(Stopped, match=f"stopped by {number.name} after step 5 of 8, which is saved") as caught:
-        run_distillation(config, [Signalled(4, number)])
+    with pytest.raises(Stopped, match=f"stopped by {number.name} after step 4 of 8, which is saved") as caught:
+        run_distillation(config, [Signalled(3, number)])
     assert caught.value.signal == number and signal.getsignal(number) == before
     assert not (config.run_dir / "gate_model.safetensors").exists()
     resumed, heard = trained(config)
     assert_identical(weights(resumed), weights(whole))
-    assert heard.steps[0].step == 6
+    assert heard.steps[0].step == 5
+
+
+@pytest.mark.parametrize(("at", "evaluated"), [(3, [2]), (4, [2, 4])])
+def test_a_signal_is_not_followed_by_an_evaluation_or_a_step(config, tmp_path, at, evaluated):
+    """It comes before the fourth step, or before the evaluation after it. What was left out is made up for."""
+    config = replace(config, eval_steps=2, save_steps=0)
+    whole = run_distillation(replace(config, output_dir=str(tmp_path / "whole")))
+    first = Signalled(at, signal.SIGTERM)
+    with pytest.raises(Stopped, match="after step 4 of 8, which is saved"):
+        run_distillation(config, [first])
+    resumed, heard = trained(config)
+    assert [log.step for log in first.evals] == evaluated
+    assert [log.step for log in first.evals + heard.evals] == [2, 4, 6, 8]
+    assert_identical(weights(resumed), weights(whole))
 
 
 def test_a_second_interrupt_ends_at_once(config):
