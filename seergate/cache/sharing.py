@@ -40,10 +40,10 @@ class BlockSharing:
     def _see(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         self._ids = args[0] if args else kwargs.get("input")
 
-    def take_ids(self) -> Tensor:
-        """Return and clear the ids ``[B, S]`` of the current pass. Raises `SeergateError` if there are none."""
+    def take_ids(self, tokens: int) -> Tensor:
+        """Return and clear the ids ``[B, tokens]`` of the current pass. Raises `SeergateError` if there are none."""
         ids, self._ids = self._ids, None
-        if ids is None:
+        if ids is None or ids.shape[1] != tokens:  # of another call of the embeddings
             raise SeergateError("sharing of blocks compares token ids; give the model input_ids, not inputs_embeds")
         return ids
 
@@ -102,10 +102,10 @@ class SharedPages(CachePages):
 
     def advance(self, counts: Sequence[int], context: ForwardContext) -> Copies:
         """Make room for new tokens, and record their ids."""
-        copies = super().advance(counts, context)
         if context.q_pre is None:  # then the plain model runs
-            return copies
-        ids = self.sharing.take_ids().to(self.layers[0].device)
+            return super().advance(counts, context)
+        ids = self.sharing.take_ids(context.q_pre.shape[2]).to(self.layers[0].device)  # may refuse the pass
+        copies = super().advance(counts, context)
         compact_ids = context.compact(ids[:, None, :, None])[:, 0, :, 0]
         self.sharing.attempt(lambda: self._read(compact_ids, counts, context.mode.decoded))
         return copies

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
@@ -112,6 +113,7 @@ def _limit(
 
 def run_plan(plan: SweepPlan) -> Path:
     """Evaluate all settings of a plan, keep samples of earlier runs, and return the directory of the runs."""
+    gc.collect()  # frees the model of an earlier plan
     task, problems = checked_task(plan)
     path = model_path(plan.model)
     banks = load_banks(plan.model, plan.gates)

@@ -126,7 +126,7 @@ class Rotary:
         if getattr(self._embedding, "mrope_section", None) is not None:
             positions = positions.expand(3, -1, -1)  # older releases need three position axes for text too
         cos, sin = self._embedding(x, positions, **self._kwargs)
-        return cos, sin
+        return cos.to(x.device), sin.to(x.device)  # the module may be on another device
 
     def _turn(self, x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         if self.kind == "other" or self._apply is None:

@@ -307,4 +307,9 @@ def test_refusals(model):
         refused(message, seergate.attach, model, method, storage=paging)
     with seergate.attached(model, reason()):
         refused("give the model input_ids", model, inputs_embeds=torch.randn(1, 4, 64), use_cache=True)
+        cache, embed = DynamicCache(), model.get_input_embeddings()
+        model(prompt(42), past_key_values=cache)
+        for embedded in (torch.randn(1, 10, 64), torch.cat([torch.randn(1, 3, 64), embed(prompt(7))], 1)):
+            refused("give the model input_ids", model, inputs_embeds=embedded, past_key_values=cache)
+            assert [row.length for row in cache.layers[0].storage.pages.rows] == [42], "a refused pass leaves no trace"
     assert model.generate(**left_padded(PROMPTS), max_new_tokens=2).shape == (2, 13)

@@ -364,6 +364,11 @@ def test_a_class_of_attention_that_was_replaced_is_refused(model, monkeypatch):
     refused("the code of Qwen3Attention is not transformers' own", seergate.attach, model, "quest")
 
 
+def test_apple_gpus_are_refused(model, monkeypatch):
+    monkeypatch.setattr(type(model), "device", torch.device("mps"))
+    refused("no float64 to select in; use the CPU", seergate.attach, model, "quest")
+
+
 def test_replicas_of_data_parallel_are_refused(model):
     """They share the hooks; each runs in a thread of its own."""
     with seergate.attached(model, "quest", token_budget=32, block_size=8):

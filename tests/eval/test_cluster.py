@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from seergate import GateConfig
 from seergate.eval import MethodSpec, RunOptions, Sampling, make_task, store, sweep
+from seergate.eval.generation.cluster import Cluster
 from seergate.eval.running import checked_task
 from seergate.eval.sweep_plan import SweepPlan
 from seergate.models.gate_bank import GateBank
@@ -120,6 +121,14 @@ def test_a_node_is_lost_at_ten_moments(tmp_path, saved):
 @pytest.mark.soak
 def test_what_goes_wrong_in_a_worker_is_told(tmp_path, saved):
     refused("there is no model here", run, tmp_path, saved, loader=load_nothing, workers=1)
+
+
+def test_more_workers_than_the_cluster_has_room_for_are_refused(monkeypatch):
+    """Ray would wait for ever for a place."""
+    ray = pytest.importorskip("ray")
+    for name, given in {"init": None, "shutdown": None, "cluster_resources": {"CPU": 8, "GPU": 2}}.items():
+        monkeypatch.setattr(ray, name, lambda given=given, **_: given)
+    refused("workers is 4; this cluster has room for 2", Cluster, load_nothing, 4)
 
 
 def test_workers_need_a_loader_and_ray(tmp_path, saved, monkeypatch):

@@ -86,6 +86,8 @@ ANSWERS = r"""
     10^{-20}x == x/10^{20} != 10^{-21}x    1.1\times10^{30} == 11\times10^{29} != 1.2\times10^{30}
     3h == h\cdot 3 || 3\text{ h} != 3 || 3m    3 == 3\text{ h} != 3h || 3 h    \pi r^2 h == r^2 h\pi || πr²h != \pi r^2
     5\text{ m} == 5 m || 5 != 5 h || 5 cm
+    10 == 10\ \mathrm{cm^{2}} || 10\,\mathrm{m/s^{2}} || 10\text{ m³} || 10\text{ cm$^{2}$} != 11
+    10 == {\textbf{10}} || \underline{\textbf{10}} || \textcolor{blue}{\textbf{10}} != {\textbf{11}}    30^\circ C == 30°C != 31°C
     60 == 60 km/h || 60 cookies || 60 red apples != 60 ab || 60 is wrong || 60 halves || 60 million
     42 apples == 42 || 42\text{ apples} != 42 oranges || 43 apples    6 \text{ and } 8 == 8, 6 || 6 and 8 != 6 || 6, 9
     x<1 \text{ or } x>3 == x<1 \text{ or } x>3 != x<1 \text{ and } x>3
@@ -375,6 +377,8 @@ CONTAINED |= {"I don’t": "don't", "a cafe\u0301.": "café", "_Paris_": "Paris"
         ("contains", "12345", "77013\n12345", "12345", False),
         ("contains", "77013? </think> 12345", "77013", "12345", False),
         *((grader, "<think>\n77013? Or", "77013", None, False) for grader in ("exact", "contains", "number")),
+        *((grader, r"<think>\boxed{7}? Or", "7", None, False) for grader in ("exact", "contains", "number")),
+        *((grader, r"<think>\boxed{5}?</think>7", "7", "7", True) for grader in ("exact", "contains", "number")),
         ("number", "</think>It is 77013, as in <think>.", "77013", "77013", True),
         ("number", "</think><think> 77013", "77013", None, False),
         *(
@@ -434,3 +438,12 @@ def test_gold_answers_that_nothing_can_equal_are_refused():
     for grader in ("number", "contains"):  # there, it may be Markdown
         check_gold(grader, "2+1 = 3\n#### 3")
     refused("known are digit, math, exact, letter", check_grader, "mth")
+
+
+def test_a_math_verify_that_does_not_start_is_refused_at_once(tmp_path, monkeypatch):
+    """Before any answer is made; its parser refuses other versions of antlr4 only when it is imported."""
+    (tmp_path / "math_verify.py").write_text("raise ImportError('antlr4')")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    judge_module._try_judge.cache_clear()
+    refused("the process that grades mathematics did not start", judge_module.check_installed)
+    judge_module._try_judge.cache_clear()

@@ -17,6 +17,7 @@ ONE = r"""
     C. A rise of 4 J || C. Vitamin C || C. between A and B || C. I and II only || C. $F = A/B$ || C. A-B bonds
     (C) at 25 D || \text{C} || \textbf{C.} 4 eV || \mathrm{(C)} || \(C\) || **C** || `C` || "C" || \,C || {\bf C}
     \rm C || \color{blue}{\textbf{(C)}} || \text{Option C} || C - 4 eV || \large C || \displaystyle C || \boxed C
+    C. Vitamin E.
 """
 
 

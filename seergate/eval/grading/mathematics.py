@@ -25,7 +25,7 @@ DECORATION = re.compile(
 """Commands of LaTeX that change how a text looks only."""
 _ANSWER = re.compile(r"\A(?:\\text(?:bf)?\s*\{\s*Answer\s*:\s*\}|Answer\s*:|\\approx(?![A-Za-z])|≈)\s*")
 _AROUND = re.compile(
-    r"\A(?:(\*\*?|`|\$\$?)([^*`$]+)\1|\\[(\[]((?:(?!\\[()\[\]]).)+)\\[)\]]|\{([^{}]*)\})\Z", re.DOTALL
+    r"\A(?:(\*\*?|`|\$\$?)([^*`$]+)\1|\\[(\[]((?:(?!\\[()\[\]]).)+)\\[)\]]|\{((?:[^{}]|\{[^{}]*\})*)\})\Z", re.DOTALL
 )
 _END = re.compile(r"(?:\\[!:]|[\s,;~\\]|(?<!\.)\.)+\Z")  # punctuation, line breaks and spaces
 _SEPARATOR = rf"[^\S\n]*(?:,\\!|\{{\\?,\}}|{SPACE})[^\S\n]*"
@@ -90,13 +90,13 @@ def plain(text: str) -> str:
     for a degree sign; a fraction's numerator and denominator in braces; no spaces between thousands; mixed numbers,
     powers of ten, the imaginary unit and the empty set in their usual form; signs as `latex` has them.
     """
-    text, before = latex(text), None
+    text, before = re.sub(r"\^\s*\{\s*(-?\d)\s*\}(?!\d)", r"^\1", latex(text)), None
     while text != before:  # repeated, because wrappers may be nested
         before, text = text, _ANSWER.sub("", _END.sub("", DECORATION.sub("", text))).strip()
         text = re.sub(rf"\A{SPACE}+", "", text)
         text = _AROUND.sub(lambda match: match[match.lastindex or 0], text)
     text = _NOTHING.sub(lambda _: r"\emptyset", text.replace(r"\varnothing", r"\emptyset"))
-    text = re.sub(r"\s*(?:°|\\degree(?![A-Za-z]))", r"^\\circ", text)
+    text = re.sub(r"\s*(?:°|\\degree(?![A-Za-z]))", r"^\\circ ", text)
     text = re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])", r"\1\\times 10^{\2}", text)
     text = re.sub(
         r"(\\[A-Za-z]+)?\s*\\(?:mathrm|mathit|text)\s*\{\s*([ie])\s*\}",

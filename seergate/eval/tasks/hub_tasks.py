@@ -116,6 +116,8 @@ class HubTask:
             raise ValueError(f"shots_source is {source!r} with shots 0; give shots, the number of examples, too")
         if chat and not shots:
             return task
+        if not shots and self.example is not None:
+            raise ValueError("chat is false with shots 0; give shots, whose answers show the form of an answer")
         if self.example is None:
             raise ValueError(
                 f"{f'shots is {shots}' if shots else 'chat is false'}; the task {self.name!r} has no worked examples "

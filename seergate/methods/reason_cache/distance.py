@@ -23,8 +23,8 @@ def block_distances(layers: Sequence[tuple[Tensor, Tensor]], pairs: Sequence[tup
     """
     if not pairs:
         return []
-    left, right = torch.tensor(pairs).unbind(1)
-    total_N = torch.zeros(len(pairs), dtype=torch.float64)
+    left, right = torch.tensor(pairs, device="cpu").unbind(1)
+    total_N = torch.zeros(len(pairs), dtype=torch.float64, device="cpu")
     for pages in (pages for layer in layers for pages in layer):
         a, b = (pages[index.to(pages.device)].flatten(1).double() for index in (left, right))
         total_N += (a - b).norm(dim=1).cpu()
