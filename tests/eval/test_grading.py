@@ -87,7 +87,8 @@ ANSWERS = r"""
     3h == h\cdot 3 || 3\text{ h} != 3 || 3m    3 == 3\text{ h} != 3h || 3 h    \pi r^2 h == r^2 h\pi || πr²h != \pi r^2
     5\text{ m} == 5 m || 5 != 5 h || 5 cm
     10 == 10\ \mathrm{cm^{2}} || 10\,\mathrm{m/s^{2}} || 10\text{ m³} || 10\text{ cm$^{2}$} != 11
-    10 == {\textbf{10}} || \underline{\textbf{10}} || \textcolor{blue}{\textbf{10}} != {\textbf{11}}    30^\circ C == 30°C != 31°C
+    10 == {\textbf{10}} || \underline{\textbf{10}} || \textcolor{blue}{\textbf{10}} != {\textbf{11}}
+    30^\circ C == 30°C != 31°C
     60 == 60 km/h || 60 cookies || 60 red apples != 60 ab || 60 is wrong || 60 halves || 60 million
     42 apples == 42 || 42\text{ apples} != 42 oranges || 43 apples    6 \text{ and } 8 == 8, 6 || 6 and 8 != 6 || 6, 9
     x<1 \text{ or } x>3 == x<1 \text{ or } x>3 != x<1 \text{ and } x>3
