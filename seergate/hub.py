@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import os
-import textwrap
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -124,9 +123,8 @@ def _reason(error: BaseException, silence: str | None) -> str:
     if silent := [cause for cause in causes if unanswered(cause) and not _status(cause)]:  # the innermost says most
         return f"the Hub could not be asked ({silence or first_line(silent[-1]).split('. ')[0]})"
     hint = _HINTS.get(type(error).__name__) or _HINTS.get(min(_status(error), 500))
-    # the Hub's reasons for refusing a model card are in further lines
-    message = textwrap.shorten(str(error), 500) if type(error) is ValueError and str(error) else first_line(error)
-    return message + (f" ({hint})" if hint else "")
+    several = str(error).startswith("Invalid metadata")  # of a model card: the Hub's reasons are in further lines
+    return (" ".join(str(error).split()) if several else first_line(error)) + (f" ({hint})" if hint else "")
 
 
 def _status(error: BaseException) -> int:

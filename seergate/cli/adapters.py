@@ -127,7 +127,9 @@ PUSH_HELP = (
 def _push_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("directory", metavar="DIR", help="directory of gates")
     parser.add_argument("repo_id", metavar="ORG/NAME", help="repository, created if missing; NAME alone is your own")
-    parser.add_argument("--private", action="store_true", default=None, help="make a new repository private")
+    parser.add_argument(
+        "--private", action="store_true", default=None, help="make a new repository private; refuse a public one"
+    )
     parser.add_argument("--revision", metavar="BRANCH", help="branch to commit to, created if missing [main]")
     parser.add_argument("--subfolder", metavar="DIR", help="folder in the repository [its root]")
     parser.add_argument("--message", default="Upload attention gates", help="commit message [%(default)s]")

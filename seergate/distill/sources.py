@@ -37,7 +37,7 @@ HELD_OUT_NAMES = re.compile(r"(?i)(^|[^a-z])(test|valid|validation|val|dev|eval)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 """Pattern of a commit hash on the Hub."""
 
-ROWS_VERSION = 3
+ROWS_VERSION = 2
 """Version of stored rows; to be incremented if reading changes what the same files give."""
 RAW = ("json", "problem")
 """Columns of rows that are stored as JSON text: the text, and the reason if there is none."""
@@ -108,12 +108,12 @@ def _as_json(row: Any) -> dict[str, str]:
 
 
 READ = {"messages", "prompt", "completion", "text", "question"}
-"""Columns that are read, unless ``data_column`` names another."""
+"""Columns that are read, beside ``data_column``."""
 
 
 def _columns(rows: Any, column: str | None) -> Any:
     """Rows with the columns that are read, all if there are none: others, such as images, might not be decoded."""
-    kept = [name for name in rows.column_names or () if name in ({column} if column else READ)]
+    kept = [name for name in rows.column_names or () if name in READ or name == column]
     return rows.select_columns(kept) if kept else rows
 
 

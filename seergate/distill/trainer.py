@@ -123,15 +123,21 @@ def _train(runs: list[Run], requested: set[int]) -> None:
     """Train all runs until they end or a signal is ``requested``. Runs may start and end at different steps. Runs that
     train on the same packs share the frozen model's forward pass.
     """
-    world = runs[0].world
+    world, last, stop = runs[0].world, max(run.config.max_steps for run in runs), False
+
+    def stopped(done: int) -> Stopped:
+        number = int(world.from_main(lambda: max(requested, default=0)) or signal.SIGTERM)
+        return Stopped(f"after step {done} of {last}", number)
+
     for run, evaluation in _evaluate([run for run in runs if run.lacks_evaluation()]).items():
-        run.evaluated(run.done - 1, evaluation)
-    for step in range(min(run.done for run in runs), max(run.config.max_steps for run in runs)):
+        stop |= run.evaluated(run.done - 1, evaluation, bool(requested))
+    if stop:
+        raise stopped(min(run.done for run in runs))
+    for step in range(min(run.done for run in runs), last):
         active = [run for run in runs if run.done <= step < run.config.max_steps]
         started, outputs = time.monotonic(), dict[Run, list[DistillOutput]]()
         for group in _sharing(active):
             outputs |= _distill(group, group[0].packs(step), step * group[0].config.packs_per_step)
-        stop = False
         for run in active:
             stop |= run.update(step, outputs[run], started, bool(requested))
         evaluating = [run for run in active if run.evaluates(step) and not stop]  # else it is made up for later
@@ -140,8 +146,7 @@ def _train(runs: list[Run], requested: set[int]) -> None:
         for run in active:
             run.save(step, stop)
         if stop:
-            number = int(world.from_main(lambda: max(requested, default=0)) or signal.SIGTERM)
-            raise Stopped(f"after step {step + 1} of {max(run.config.max_steps for run in active)}", number)
+            raise stopped(step + 1)
 
 
 def _sharing(runs: list[Run]) -> list[list[Run]]:

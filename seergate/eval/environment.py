@@ -63,9 +63,9 @@ def environment(device: torch.device) -> dict[str, Any]:
     """Versions, revision and hardware, as plain YAML types."""
     from seergate.version import __version__
 
-    hardware: dict[str, Any] = {"cpu": processor(), "cores": os.cpu_count()}
-    if device.type == "cuda":  # a run may go on on another host
-        hardware = {"gpu": torch.cuda.get_device_name(device)}
+    hardware = {"cpu": processor(), "cores": os.cpu_count()}
+    if device.type == "cuda":
+        hardware["gpu"] = torch.cuda.get_device_name(device)
     return {
         "seergate": __version__,
         "git": git_revision(),

@@ -16,7 +16,7 @@ from seergate.eval.environment import environment, grader_version
 from seergate.eval.generation.samples import Limit
 from seergate.eval.generation.served import SERVERS, engine_version
 from seergate.eval.grading.graders import check_grader
-from seergate.eval.grading.judge import check_installed
+from seergate.eval.grading.judge import try_judge
 from seergate.eval.grading.programs import PROGRAM, check_programs_run
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
@@ -100,7 +100,7 @@ class RunOptions:
         if task.scored is None:
             check_grader(task.grader)
         if task.grader == "math":
-            check_installed()
+            try_judge()
         if task.grader == PROGRAM:
             check_programs_run(self.run_programs)
         sampling, samples = sampling or self.sampling or task.sampling, self.samples_of(task)

@@ -13,7 +13,7 @@ from seergate.gates.bank import Gates
 from seergate.gates.card import CARD_FILE, LICENCE, Source, has_own_text
 from seergate.gates.files import MARKER_FILE, read_card, save_adapter
 from seergate.hub import hub_call
-from seergate.paths import HUB_ID, directory_here, gguf_file, is_hub_id
+from seergate.paths import HUB_ID, directory_here, gguf_file, is_hub_id, is_local_model
 
 
 def check_target(repo_id: str, revision: str | None, subfolder: str | None, create_pr: bool) -> None:
@@ -71,7 +71,8 @@ def fetch(
 
 def base_note(base_model: str | None) -> str | None:
     """Note for pushed gates if their base model is neither on the Hub nor shipped; else ``None``."""
-    if base_model is None or is_hub_id(base_model) or base_model.startswith("checkpoints/"):
+    is_shipped = base_model is not None and not is_local_model(base_model) and directory_here(base_model)
+    if base_model is None or is_hub_id(base_model) or is_shipped:
         return None
     return (
         f"note: the base model is {base_model}, which is not on the Hub; `seergate push` with --base-model ORG/NAME "
@@ -101,7 +102,8 @@ def push_adapter(
         bank: the gates; without a licence they get their base model's.
         repo_id: ``org/name``, or ``name`` in the user's namespace.
         card: a README whose text outside of the generated part is kept; by default the repository's.
-        private: whether a new repository is private; by default the organisation's setting.
+        private: whether a new repository is private; by default the organisation's setting. An existing public one is
+            refused if true.
         token: access token for the Hub; by default the one of ``hf auth login``.
         revision: branch to commit to; by default ``main``.
         subfolder: directory of the gates in the repository.
@@ -162,11 +164,12 @@ def licence_of_base(bank: Gates, token: str | bool | None) -> dict[str, str]:
         if here is not None:
             data: Any = ModelCard.load(here / CARD_FILE, ignore_metadata_errors=True).data
         else:
-            data = HfApi(token=token).model_info(name, revision=revision).card_data
+            with hub_call("no licence"):  # without the Hub, at once
+                data = HfApi(token=token).model_info(name, revision=revision).card_data
     except Exception:  # a card without a licence is no reason to fail
         return {}
     values = {key: getattr(data, key, None) for key in LICENCE}
-    return {key: value for key, value in values.items() if isinstance(value, str) and value}  # the Hub takes no list
+    return {key: value for key, value in values.items() if isinstance(value, str) and value}  # of several, none
 
 
 def _inside(subfolder: str | None) -> PurePosixPath:

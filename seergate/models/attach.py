@@ -82,7 +82,7 @@ class Handle(Attachment):
         check_dense_layers(method, families.text_config(model).num_hidden_layers)
         check_anchors(method, families.kv_heads(model))
         if model.device.type == "mps":
-            raise SeergateError("the model is on an Apple GPU (mps), which has no float64 to select in; use the CPU")
+            raise SeergateError("Apple GPUs (mps) are not supported, as they have no float64; use the CPU")
         if "flex" in str(families.text_config(model)._attn_implementation):
             raise SeergateError(FLEX)
         tags = {storage.tag: storage.tag, **tags_of_method(method), **tags_of_model(model)}

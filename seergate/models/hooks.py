@@ -88,7 +88,7 @@ def attention_input(args: Any, kwargs: dict[str, Any]) -> Tensor:
     return kwargs["hidden_states"] if "hidden_states" in kwargs else args[0]
 
 
-_OWN_ATTENTION = (
+_REPLACED = (
     "the code of {}{} is not transformers' own, or was replaced, as by unsloth, so the attention function that its "
     "configuration names may not be called; load the model without trust_remote_code and without patches of its "
     "attention"
@@ -115,8 +115,10 @@ class QKHook:
                 "Liger's RoPE overwrites the queries and keys that it rotates, which gates and methods read before; "
                 "patch the model with rope=False (apply_liger_kernel_to_...(rope=False))"
             )
-        if not getattr(inspect.unwrap(type(attention).forward), "__module__", "").startswith("transformers."):
-            raise SeergateError(_OWN_ATTENTION.format(type(attention).__name__, ""))
+        kinds = type(getattr(attention, "_orig_mod", attention)).__mro__  # a subclass may wrap what it inherits
+        codes = [inspect.unwrap(vars(kind)["forward"]).__module__ for kind in kinds if "forward" in vars(kind)]
+        if not any(code.startswith("transformers.") for code in codes):
+            raise SeergateError(_REPLACED.format(type(attention).__name__, ""))
         if family.hook_point == "fused":
             self._catching["qkv_proj"] = self._catch_fused
         else:
@@ -373,7 +375,7 @@ class LayerBinding:
     def after_forward(self, module: nn.Module, args: Any, output: Any) -> None:
         """Refuse a module that did not come to `attend`; it has attended to its new tokens only."""
         if self.arriving is not None:
-            raise SeergateError(_OWN_ATTENTION.format(type(module).__name__, f" of layer {self.layer}"))
+            raise SeergateError(_REPLACED.format(type(module).__name__, f" of layer {self.layer}"))
 
     def update(self, key: Tensor, value: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Store new tokens as a cache does, for a module whose keys and values later layers read."""

@@ -93,8 +93,8 @@ def test_a_signal_saves_and_ends_the_run(config, tmp_path, number):
 
 
 @pytest.mark.parametrize(("at", "evaluated"), [(3, [2]), (4, [2, 4])])
-def test_a_signal_is_not_followed_by_an_evaluation_or_a_step(config, tmp_path, at, evaluated):
-    """It comes before the fourth step, or before the evaluation after it. What was left out is made up for."""
+def test_a_signal_ends_the_run_with_the_step_that_it_came_in(config, tmp_path, at, evaluated):
+    """It comes before the fourth step, whose evaluation is left out and made up for, or after that step's update."""
     config = replace(config, eval_steps=2, save_steps=0)
     whole = run_distillation(replace(config, output_dir=str(tmp_path / "whole")))
     first = Signalled(at, signal.SIGTERM)

@@ -128,7 +128,7 @@ def test_more_workers_than_the_cluster_has_room_for_are_refused(monkeypatch):
     ray = pytest.importorskip("ray")
     for name, given in {"init": None, "shutdown": None, "cluster_resources": {"CPU": 8, "GPU": 2}}.items():
         monkeypatch.setattr(ray, name, lambda given=given, **_: given)
-    refused("workers is 4; this cluster has room for 2", Cluster, load_nothing, 4)
+    refused("workers is 4 and this machine has 2 GPUs", Cluster, load_nothing, 4)
 
 
 def test_workers_need_a_loader_and_ray(tmp_path, saved, monkeypatch):

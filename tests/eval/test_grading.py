@@ -89,6 +89,7 @@ ANSWERS = r"""
     10 == 10\ \mathrm{cm^{2}} || 10\,\mathrm{m/s^{2}} || 10\text{ m³} || 10\text{ cm$^{2}$} != 11
     10 == {\textbf{10}} || \underline{\textbf{10}} || \textcolor{blue}{\textbf{10}} != {\textbf{11}}
     30^\circ C == 30°C != 31°C
+    0.01 == 10^{-2} != 10^{-3}    \frac{1}{x} == x^{-1} != x    \arcsin x == \sin^{-1} x != \sin x
     60 == 60 km/h || 60 cookies || 60 red apples != 60 ab || 60 is wrong || 60 halves || 60 million
     42 apples == 42 || 42\text{ apples} != 42 oranges || 43 apples    6 \text{ and } 8 == 8, 6 || 6 and 8 != 6 || 6, 9
     x<1 \text{ or } x>3 == x<1 \text{ or } x>3 != x<1 \text{ and } x>3
@@ -445,6 +446,6 @@ def test_a_math_verify_that_does_not_start_is_refused_at_once(tmp_path, monkeypa
     """Before any answer is made; its parser refuses other versions of antlr4 only when it is imported."""
     (tmp_path / "math_verify.py").write_text("raise ImportError('antlr4')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    judge_module._try_judge.cache_clear()
-    refused("the process that grades mathematics did not start", judge_module.check_installed)
-    judge_module._try_judge.cache_clear()
+    judge_module.try_judge.cache_clear()
+    refused("the process that grades mathematics did not start", judge_module.try_judge)
+    judge_module.try_judge.cache_clear()

@@ -132,7 +132,6 @@ def test_what_of_an_answer_is_run():
         ("1. so:\n   ```python\n   def f():\n       return 1\n   ```", whole),
         (f"{stub}\nThe body:\n{body_block}", "\n    return 1"),
         (body_block, "\n    return 1"),
-        (f"{block}\nThe line\n{body_block}\nis the result.", whole),
         (block.replace("def", "from __future__ import annotations\ndef"), whole),
         (f"{block}</think>I do not know.", None),
         (f"<think>\n{block}\nBut", None),

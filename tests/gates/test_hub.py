@@ -180,7 +180,7 @@ def test_base_at_its_pinned_revision_and_licence(hub, bank, tmp_path):
     api.upload_file(path_or_fileobj=tmp_path / "base" / "README.md", path_in_repo="README.md", repo_id="org/base")
     assert licence_of_base(gates, None) == {"license": "apache-2.0"}, "of the pinned commit"
     newest = gates.derived(geometry=replace(gates.geometry, base_revision=None))
-    assert licence_of_base(newest, None) == {}, "the Hub takes no list"
+    assert licence_of_base(newest, None) == {}, "which of several holds for the gates is not said"
     elsewhere = {"cache_dir": tmp_path / "new", "local_files_only": True}
     refused(f"base model org/base at {pinned} is no directory", seergate.load, tmp_path / "made", **elsewhere)
 

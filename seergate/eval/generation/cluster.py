@@ -91,9 +91,9 @@ class Cluster:
             raise SeergateError(f"there is no Ray cluster at {address!r}: {error}") from error
         gpus = int(ray.cluster_resources().get("GPU", 0))
         self.workers = workers or gpus or len(ray.nodes())
-        if self.workers > (places := gpus or int(ray.cluster_resources().get("CPU", 0))):
+        if address is None and self.workers > gpus > 0:  # they would wait for ever; another cluster may grow
             ray.shutdown()
-            raise SeergateError(f"workers is {self.workers}; this cluster has room for {places}, one per GPU or core")
+            raise SeergateError(f"workers is {self.workers} and this machine has {gpus} GPUs; a worker takes one")
         how = {"num_cpus": 1, "num_gpus": int(gpus > 0), "max_restarts": 0, "max_task_retries": 0}
         actor: Any = ray.remote(Generator).options(scheduling_strategy="SPREAD", **how)
         self.actors: list[Any] = [actor.remote(loader) for _ in range(self.workers)]

@@ -183,13 +183,14 @@ class GradingPool:
 
 
 def check_installed() -> None:
-    """Raise `SeergateError` if math-verify, which grades mathematics, is not installed or does not start."""
+    """Raise `SeergateError` if math-verify, which grades mathematics, is not installed."""
     if importlib.util.find_spec("math_verify") is None:
         raise SeergateError(f"grading mathematics needs math-verify; {how_to_install('eval')}")
-    _try_judge()
 
 
 @functools.cache
-def _try_judge() -> None:
+def try_judge() -> None:
+    """Raise `SeergateError` if math-verify is not installed or does not start."""
+    check_installed()
     with GradingPool(1) as pool:
         pool._judges[0]._start()

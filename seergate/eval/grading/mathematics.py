@@ -90,7 +90,7 @@ def plain(text: str) -> str:
     for a degree sign; a fraction's numerator and denominator in braces; no spaces between thousands; mixed numbers,
     powers of ten, the imaginary unit and the empty set in their usual form; signs as `latex` has them.
     """
-    text, before = re.sub(r"\^\s*\{\s*(-?\d)\s*\}(?!\d)", r"^\1", latex(text)), None
+    text, before = re.sub(r"\^\s*\{\s*(\d)\s*\}(?!\d)", r"^\1", latex(text)), None
     while text != before:  # repeated, because wrappers may be nested
         before, text = text, _ANSWER.sub("", _END.sub("", DECORATION.sub("", text))).strip()
         text = re.sub(rf"\A{SPACE}+", "", text)

@@ -6,7 +6,6 @@ given up its rights (`seergate.eval.grading.confined`).
 
 from __future__ import annotations
 
-import ast
 import functools
 import importlib.util
 import json
@@ -113,31 +112,17 @@ def final_part(completion: str) -> str:
 
 def answered_program(completion: str, gold: str) -> str | None:
     """What a completion puts after the problem's prompt: all of it, or for a chat the last closed fenced block with
-    the whole function, else with its definition or an indented body, else the last one; ``None`` without any in its
-    `final_part`.
+    the function's definition or an indented body, else the last one; ``None`` without any in its `final_part`.
     """
     record = json.loads(gold) if gold.strip() else {}
     if not record.get("chat"):
         return completion
     blocks, definition = fenced_blocks(final_part(completion)), f"def {record['entry_point']}("
-    whole = [block for block in blocks if definition in block and _returns(block, record["entry_point"])]
-    functions = whole or [block for block in blocks if definition in block or _BODY.match(block)]
+    functions = [block for block in blocks if definition in block or _BODY.match(block)]
     program = [*blocks[-1:], *functions][-1] if blocks else ""
     program = dedent(program) if definition in program else program
     program = re.sub(r"(?m)^from __future__ import .*\n?", "", program)  # must come first, where the prompt is
     return f"\n{program}" if program.strip() else None
-
-
-def _returns(block: str, name: str) -> bool:
-    """True if a block defines a function of this name with a ``return`` or ``yield``, so that it is no stub."""
-    try:
-        nodes = list(ast.walk(ast.parse(dedent(block))))
-    except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return False
-    functions = (node for node in nodes if isinstance(node, ast.FunctionDef) and node.name == name)
-    return any(
-        isinstance(inner, (ast.Return, ast.Yield, ast.YieldFrom)) for each in functions for inner in ast.walk(each)
-    )
 
 
 def run_program(gold: str, program: str, *, seconds: int = SECONDS, wall: float | None = None) -> tuple[bool, str]:
