@@ -20,7 +20,7 @@ from typing import Any
 from board import MODELS, PARTS
 from common import RESULTS
 
-from seergate.eval.report.plots import DPI, pyplot, style
+from seergate.eval.report.plots import DPI, new_figure, style
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "images"
 TEXTS_OF = "qwen2.5-coder-0.5b"
@@ -51,8 +51,8 @@ def steps(results: Path) -> tuple[dict[str, dict[int, float]], dict[str, Any]]:
 
 def draw(results: Path) -> Any:
     """Both panels as a figure of matplotlib."""
-    plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 3.9), layout="constrained")
+    figure = new_figure(figsize=(10, 3.9))
+    left, right = figure.subplots(1, 2)
     rows = _board(results)[TEXTS_OF, "texts"]
     _panel_of_methods(left, [row for row in rows if row["method"] in ("dense", *DRAWN)])
     left.set(xlabel="bytes read per step (% of dense attention's)", ylabel="KL from dense attention (nats per token)")
@@ -83,7 +83,8 @@ def draw(results: Path) -> Any:
 def draw_anchors(results: Path) -> Any:
     """KL from dense attention against the number of layers that choose."""
     rows = json.loads((results / "anchors_smollm2.json").read_text(encoding="utf-8"))["rows"]
-    figure, axes = pyplot().subplots(figsize=(5.5, 3.6), layout="constrained")
+    figure = new_figure(figsize=(5.5, 3.6))
+    axes = figure.subplots()
     for label, method, part in (
         ("oracle", "oracle", "anchors"),
         ("gate, trained as anchors", "gate", "trained"),
@@ -112,9 +113,8 @@ def draw_board(results: Path) -> Any:
         if any(row["method"] == "dense" for row in own):
             panels[f"{model}: {PARTS[part].title}", part] = own
     lines = -(-len(panels) // PANELS_PER_LINE)
-    figure, grid = pyplot().subplots(
-        lines, PANELS_PER_LINE, figsize=(15.2, 0.8 + 2.8 * lines), layout="constrained", squeeze=False
-    )
+    figure = new_figure(figsize=(15.2, 0.8 + 2.8 * lines))
+    grid = figure.subplots(lines, PANELS_PER_LINE, squeeze=False)
     for ((title, part), own), axes in zip(panels.items(), grid.flat, strict=False):
         axes.set_title(title, fontsize=10)
         axes.grid(alpha=0.25)

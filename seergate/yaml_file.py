@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,16 @@ class _Loader(yaml.SafeLoader):
                 raise yaml.MarkedYAMLError(problem=f"{key.value!r} is given again", problem_mark=key.start_mark)
             names.append((key.tag, key.value))
         return node
+
+
+def _integer(loader: _Loader, node: yaml.ScalarNode) -> int:
+    if re.match(r"[-+]?0[0-9_]|.*:", node.value):  # octal and to the base of 60 in YAML 1.1
+        problem = f"{node.value} would be read as another number; write it without zeros before it and without colons"
+        raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
+    return int(loader.construct_yaml_int(node))
+
+
+_Loader.add_constructor("tag:yaml.org,2002:int", _integer)
 
 
 def read_yaml(path: Path) -> dict[str, Any]:

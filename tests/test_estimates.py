@@ -1,5 +1,7 @@
 """`benchmarks/estimates.py` writes the tables of docs/scale.md and counts what the code has."""
 
+import math
+
 import pytest
 import torch
 
@@ -30,6 +32,11 @@ def test_weights_and_gates_are_counted_as_the_model_has_them():
     bank = GateBank.for_model(model, config.gates(SHAPE.dim))
     assert sum(p.numel() for p in bank.parameters() if p.ndim > 1) == SHAPE.gates
     assert estimates.QUERY_COPIES == TILE_COPIES
+
+
+def test_a_rate_without_end_is_refused():
+    with pytest.raises(ValueError, match="tflops is inf; it must be positive and finite"):
+        make_plan(load_train_config("qwen3-8b"), memory_gb=80, tflops=math.inf)
 
 
 def test_the_linear_layers_agree_with_the_plan():

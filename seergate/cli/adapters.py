@@ -298,6 +298,8 @@ def results_of(runs: Path, bank: GateBank) -> list[dict[str, Any]]:
 
     gates = fingerprint(bank)
     sweeps = [sweep for sweep in load_sweeps(runs) if not sweep.of_texts]
+    if partial := next((each for sweep in sweeps for each in sweep.settings if not each.complete), None):
+        raise SeergateError(f"{partial.directory} is not finished; repeat the command that made it, or leave it out")
     others = {setting.gates for sweep in sweeps for setting in sweep.settings} - {None}
     if others and gates not in others:
         raise SeergateError(

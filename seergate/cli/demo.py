@@ -39,12 +39,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Distil gates, save and reload them, evaluate them, and write the report."""
     from seergate.durable import check_writable
-    from seergate.eval.report.plots import pyplot
+    from seergate.eval.report.plots import check_libraries
     from seergate.eval.running import checked_task, run_plan
     from seergate.eval.sweep_plan import SweepPlan
     from seergate.models.names import TINY, model_path
 
-    pyplot()  # fails before any work if matplotlib is missing
+    check_libraries()  # before any work
     began = time.monotonic()
     out = options.out or Path("runs") / time.strftime("demo-%Y%m%d-%H%M%S")
     plan = SweepPlan(

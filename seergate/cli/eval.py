@@ -76,12 +76,12 @@ def run_and_report(plan: SweepPlan, report: bool) -> None:
 
     from seergate.cli.console import say_report
     from seergate.eval.report import write_report
-    from seergate.eval.report.plots import pyplot
+    from seergate.eval.report.plots import check_libraries
     from seergate.eval.running import check_prompts, each_task, run_plan
 
     if report:
         try:
-            pyplot()  # fails before any work if matplotlib is missing
+            check_libraries()  # before any work
         except SeergateError as error:
             raise SeergateError(f"{error}, or give --no-report") from error
     plans = each_task(plan)

@@ -54,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run the missing settings, draw the figure and print its findings."""
     from seergate.durable import check_writable
-    from seergate.eval.report.plots import pyplot
+    from seergate.eval.report.plots import check_libraries
     from seergate.eval.running import check_prompts, run_plan
     from seergate.models.names import is_tiny
 
@@ -63,7 +63,7 @@ def run(options: argparse.Namespace) -> None:
             f"there is no figure {options.name!r}; {did_you_mean(options.name, FIGURES)} (docs/reproduce.md says "
             "what is not reproduced, and why)"
         )
-    pyplot()  # fails before any work if matplotlib is missing
+    check_libraries()  # before any work
     tiny = is_tiny(options.model)
     run = FIGURES[options.name].tiny if tiny else FIGURES[options.name].real
     _check_options(options, run, tiny)

@@ -220,7 +220,7 @@ def _rows(path: Path, file: FileIO) -> dict[int, list[dict[str, str]]]:
     from seergate.json_file import read_json_text
 
     try:
-        whole, _, rest = path.read_text(encoding="utf-8").rpartition("\n")
+        whole, _, rest = path.read_bytes().decode().rpartition("\n")  # with the line ends that it has
         lines: list[Any] = [read_json_text(line) for line in whole.split("\n") if line]
         rows = {int(line["row"]): line["messages"] for line in lines}
         if not _BEGINNING.startswith(rest[: len(_BEGINNING)]):

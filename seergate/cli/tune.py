@@ -83,11 +83,11 @@ def run(options: argparse.Namespace) -> None:
     from seergate.cli.train import prepare_process
     from seergate.durable import check_writable
     from seergate.eval import store
-    from seergate.eval.report.plots import pyplot
+    from seergate.eval.report.plots import check_libraries
 
     began = time.monotonic()
     prepare_process()
-    pyplot()  # fails before any work if matplotlib is missing
+    check_libraries()  # before any work
     job = _checked(options)
     check_writable(job.out)
     state = store.read_json(job.out / STATE) or {}

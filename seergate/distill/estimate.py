@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -167,8 +168,8 @@ def make_plan(
     """
     numbers = {"processes": processes, "memory_gb": memory_gb, "tflops": tflops}
     for name, value in numbers.items():
-        if value is not None and not value > 0:
-            raise ValueError(f"{name} is {value}; it must be positive")
+        if value is not None and not 0 < value < math.inf:
+            raise ValueError(f"{name} is {value}; it must be positive and finite")
     if SCORERS[config.scorer].end_to_end:
         raise SeergateError(
             f"scorer is {config.scorer!r}, which trains through the whole model; there is no plan for that"

@@ -27,6 +27,7 @@ from seergate.eval.progress import EvalProgress
 from seergate.eval.report.findings import UNANSWERED
 from seergate.eval.runner import check_distinct, encoded_prompts, sweep
 from seergate.eval.settings import Banks, MethodSpec, with_each
+from seergate.eval.statistics.intervals import t95
 from seergate.eval.sweep_plan import MATCHES, SweepPlan
 from seergate.eval.tasks.registry import TASKS
 from seergate.eval.tasks.task import Problem, Task
@@ -84,6 +85,7 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
         task = task.bound(load_tokenizer(model_path(plan.model)))
     problems = task.problems()
     if task.scored is not None:
+        t95(1)  # scipy must be there
         alone = ["engine", "workers", "ray_address", "match", "measure_recall"]
         alone += ["samples", "max_new_tokens", "max_total_tokens", "temperature"]
         _leave_out(plan, alone, f"the task {task.name!r} scores texts, so")

@@ -111,7 +111,7 @@ class SweepPlan(RunOptions):
             if name not in types:
                 raise SeergateError(f"{where} has no setting {name!r}; {did_you_mean(str(name), types)}")
             if name == "dense_layers" and isinstance(value, list):  # [0, 1] is one choice; [[], [0, 1]] are two
-                choices = value if value and isinstance(value[0], list) else [value]
+                choices = value if value and all(each is None or isinstance(each, list) for each in value) else [value]
                 value = [tuple(choice) if isinstance(choice, list) else choice for choice in choices]
             elif get_origin(types[name]) is list and not isinstance(value, list):
                 value = [value]

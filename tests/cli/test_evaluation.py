@@ -134,7 +134,12 @@ def test_mistakes_in_a_sweep_are_told(values, said, tmp_path):
 def test_files_that_are_no_sweep_are_told(tmp_path):
     file = tmp_path / "sweep.yaml"
     assert "does not exist" in error("sweep", file)
-    for text, message in (("[", "is not YAML"), ("budget: 32\nbudget: 64\n", "is given again")):
+    for text, message in (
+        ("[", "is not YAML"),
+        ("budget: 32\nbudget: 64\n", "is given again"),
+        ("budget: 064", "line 1, column 9 is not YAML: 064 would be read as another number"),
+        ("budget: [32, 1:30]", "1:30 would be read as another number"),
+    ):
         file.write_text(text)
         assert message in error("sweep", file)
 
@@ -142,6 +147,7 @@ def test_files_that_are_no_sweep_are_told(tmp_path):
 def test_single_values_stand_for_lists():
     plan = SweepPlan.of({"budget": 64, "method": "dense", "dense_layers": [0, 1]})
     assert (plan.budget, plan.method, plan.dense_layers) == ([64], ["dense"], [(0, 1)])
+    assert SweepPlan.of({"dense_layers": [None, [0, 1]]}).dense_layers == [None, (0, 1)]
     plan = SweepPlan.of({"temperature": 1, "samples": None, "gates": {8: "there"}, "task_options": {"problems": 3}})
     assert (plan.temperature, plan.samples, plan.gates, len(plan.make_task().problems())) == (1, None, {8: "there"}, 3)
 

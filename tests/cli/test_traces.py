@@ -58,6 +58,8 @@ def test_the_tiny_reasoner_answers_and_what_is_missing_is_made(tmp_path, method)
     lines = out.read_text().splitlines(keepends=True)
     out.write_text(lines[0] + lines[1][:30])  # killed while it wrote
     assert "1 questions, 1 answered already" in output_of(*command) and rows(out) == made
+    out.write_bytes(lines[0].encode().replace(b"\n", b"\r\n") + lines[1][:30].encode())  # by an editor of Windows
+    assert "1 questions, 1 answered already" in output_of(*command) and rows(out) == made
     for change, difference in (
         (["--seed", "1"], "seed was 0 and is 1"),
         (["--temperature", "0.5"], "temperature was None and is 0.5"),

@@ -21,7 +21,7 @@ from seergate.models.names import TINY_GATES
 from seergate.paths import shipped
 from tests.gates.conftest import example, metadata, run_example
 from tests.support import evaluation
-from tests.support.running import output_of, refusal, run_seergate
+from tests.support.running import output_of, refusal, refused, run_seergate
 
 AIME = {"task": "aime24", "method": "gate", "samples": 64}
 RESULTS = (
@@ -174,6 +174,11 @@ def test_results_of_an_evaluation(bank, tmp_path):
     results = {(row["method"], row.get("options"), row["token_budget"], row["samples"]) for row in rows}
     with_gates = ("gate", None, 64, 2), ("gate", "dense_layers=0+2", 64, 2), ("snapkv+gate", None, 64, 2)
     assert results == {("dense", None, None, 2), *with_gates}
+    samples = tmp_path / "runs" / "gate-64" / "samples.jsonl"
+    whole = samples.read_text()
+    samples.write_text(whole.splitlines(keepends=True)[0])
+    refused("gate-64 is not finished", results_of, Path(runs), own)
+    samples.write_text(whole)
     bank.save_pretrained(gates)
     assert "has results of other gates" in refusal(run_seergate("export", gates, out, "--results", runs))
     own.save_pretrained(gates)

@@ -13,7 +13,16 @@ from typing import Any, NamedTuple
 
 from seergate.eval.report.findings import findings
 from seergate.eval.report.load import Setting, Sweep
-from seergate.eval.report.plots import LEGEND, accuracy_plot, conditions, error_bars, powers_of_two, pyplot, save, tidy
+from seergate.eval.report.plots import (
+    LEGEND,
+    accuracy_plot,
+    conditions,
+    error_bars,
+    new_figure,
+    powers_of_two,
+    save,
+    tidy,
+)
 from seergate.eval.report.published import PROBLEMS, deviations, model_key, table_1
 from seergate.eval.report.tables import NONE, SETTING, Columns, core_table, figure_of, table, table_beside
 
@@ -52,7 +61,8 @@ def _block_sizes(sweep: Sweep, path: Path) -> Path:
         if s.budget is not None and s.block_size is not None:
             name = s.series.replace(f" b{s.block_size}", "", 1)
             points[f"{name} {s.budget} tokens"].append((s.block_size, s))
-    figure, axis = pyplot().subplots(figsize=(6.8, 4.4))
+    figure = new_figure(figsize=(6.8, 4.4), layout=None)
+    axis = figure.subplots()
     axis.set_title(f"Accuracy against block size\n{conditions(sweep)}; bars: 95 % intervals", fontsize=10)
     _lines(axis, points, sweep, "block size (tokens)")
     powers_of_two(axis, sorted({int(x) for line in points.values() for x, _ in line}))
@@ -62,14 +72,16 @@ def _block_sizes(sweep: Sweep, path: Path) -> Path:
 
 def _threshold_and_budget(sweep: Sweep, path: Path) -> Path:
     """Figure 9: (a) tokens read against the length of the context; (b) accuracy against density."""
-    plt = pyplot()
-    figure, (left, right) = plt.subplots(1, 2, figsize=(11, 4.2), layout="constrained")
+    from matplotlib import colormaps
+
+    figure = new_figure(figsize=(11, 4.2))
+    left, right = figure.subplots(1, 2)
     budgets = [s for s in sweep.settings if s.budget is not None and s.threshold is None]
     thresholds = [s for s in sweep.settings if s.threshold is not None]
     for group, line in ((budgets, "-"), (thresholds, "--")):
         for i, s in enumerate(group):
             curve = read_curve(s)
-            colour = plt.get_cmap("viridis")(i / max(1, len(group)))
+            colour = colormaps["viridis"](i / max(1, len(group)))
             left.plot(list(curve), list(curve.values()), line, marker=".", color=colour, label=s.label)
     left.set(xlabel="tokens of context", ylabel="tokens read per KV head and step")
     left.set_title("(a) activated tokens; full lines: budget, dashed: threshold", fontsize=10)

@@ -319,8 +319,9 @@ def _named(settings: list[Setting]) -> list[Setting]:
         for key in _distinguishing(same):
             value = setting.config["method"].get(key)
             value = AUTO if setting.written.get(key) == AUTO else value
-            if value is not None:
-                name += f", {key}={str(value).split(',', 1)[0]}"
+            if value is not None and value != []:
+                text = "+".join(map(str, value)) if isinstance(value, list) else str(value).split(",", 1)[0]
+                name += f", {key}={text}"
         named.append(replace(setting, series=name))
     seen: dict[Any, Setting] = {}
     for s in named:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, cast
 
 from seergate.config import SCORERS
 from seergate.durable import naming
@@ -68,8 +68,8 @@ def recall_plot(sweep: Sweep, path: Path) -> Path | None:
     layers = len(next(iter(lines_of.values()))[0].metrics["recall_per_layer"])
     columns, rows = _grid(len(lines_of))
     height = 3.4 + rows * max(2.0, 0.16 * layers + 1.0)
-    figure = pyplot().figure(figsize=(WIDTH, height), layout="constrained")
-    upper, lower = figure.subfigures(2, 1, height_ratios=[3.4, height - 3.4])
+    figure = new_figure(figsize=(WIDTH, height))
+    upper, lower = cast(Any, figure.subfigures(2, 1, height_ratios=[3.4, height - 3.4]))
     lines: Axes = upper.subplots()
     maps = lower.subplots(rows, columns, squeeze=False).ravel()
     low = math.floor(20 * min(min(s.metrics["recall_per_layer"]) for s in measured)) * 5.0
@@ -107,8 +107,8 @@ def depth_plot(sweep: Sweep, path: Path) -> Path | None:
         return None
     settings = sweep.settings[:MOST_MAPS]
     columns, rows = _grid(len(settings))
-    size = (WIDTH, rows * (1.2 + 0.3 * len(depths)))
-    figure, axes = pyplot().subplots(rows, columns, figsize=size, squeeze=False, layout="constrained")
+    figure = new_figure(figsize=(WIDTH, rows * (1.2 + 0.3 * len(depths))))
+    axes = figure.subplots(rows, columns, squeeze=False)
     for axis in axes.ravel()[len(settings) :]:
         axis.set_visible(False)
     for axis, s in zip(axes.ravel(), settings, strict=False):
@@ -129,9 +129,8 @@ def depth_plot(sweep: Sweep, path: Path) -> Path | None:
 
 def _stacked(count: int, sharex: bool = False) -> Any:
     """A figure, and its panels, one below the other."""
-    figure, axes = pyplot().subplots(count, squeeze=False, sharex=sharex, sharey=True, layout="constrained")
-    figure.set_size_inches(WIDTH, 4.2 * count)
-    return figure, axes[:, 0]
+    figure = new_figure(figsize=(WIDTH, 4.2 * count))
+    return figure, figure.subplots(count, squeeze=False, sharex=sharex, sharey=True)[:, 0]
 
 
 def _grid(count: int) -> tuple[int, int]:
@@ -333,16 +332,19 @@ def tidy(axis: Axes, grid: Literal["both", "x", "y"] = "y") -> None:
     axis.spines[["top", "right"]].set_visible(False)
 
 
-def pyplot() -> Any:
-    """``matplotlib.pyplot`` with a backend that needs no display; a `SeergateError` if matplotlib is not installed."""
+def new_figure(**options: Any) -> Figure:
+    """A figure outside of pyplot, whose backend and figures are the user's; a `SeergateError` without matplotlib."""
     try:
-        import matplotlib
+        from matplotlib.figure import Figure
     except ImportError as error:
         raise SeergateError(f"plots need matplotlib; {how_to_install('eval')}") from error
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
+    return Figure(**{"layout": "constrained", **options})
 
-    return plt
+
+def check_libraries() -> None:
+    """Raise `SeergateError` if matplotlib or scipy is not installed, which reports need."""
+    new_figure()
+    t95(1)
 
 
 def save(figure: Figure, path: Path) -> Path:
@@ -358,7 +360,6 @@ def save(figure: Figure, path: Path) -> Path:
     for name in (path, path.with_suffix(".svg")):
         with naming(name):
             figure.savefig(name, dpi=DPI, facecolor="white", **box)
-    pyplot().close(figure)
     return path
 
 

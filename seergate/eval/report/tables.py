@@ -238,6 +238,6 @@ def csv_text(sweep: Sweep) -> str:
     writer.writerow(["method", "budget", "share", "threshold", "block_size", "accuracy_low", "accuracy_high", *names])
     for s, own in zip(sweep.settings, metrics, strict=True):
         interval = (None, None) if sweep.of_texts else s.interval
-        given = (s.series, s.budget, s.share, s.threshold, s.block_size, *interval)
+        given = (s.marked, s.budget, s.share, s.threshold, s.block_size, *interval)
         writer.writerow([*given, *(own.get(name) for name in names)])
     return text.getvalue()

@@ -205,6 +205,15 @@ def test_settings_are_compared_with_those_that_were_asked_the_same_way(runs):
         assert "rotary embedding: rope_type default" in write_report(runs).markdown.read_text()
 
 
+def test_anchors_tell_series_apart(tmp_path):
+    for anchors in ([], [0, 2], [0, 1]):
+        run = write_run(tmp_path, "gate", 64, lambda i: i < 9)
+        reconfigure(run, method={"anchors": anchors})
+        run.rename(tmp_path / f"{run.name}-{len(list(tmp_path.iterdir()))}")
+    (sweep,) = load_sweeps(tmp_path)
+    assert sorted(setting.series for setting in sweep.settings) == ["gate", "gate, anchors=0+1", "gate, anchors=0+2"]
+
+
 def test_runs_from_several_places_are_put_side_by_side(tmp_path):
     write_run(tmp_path / "a", "dense", None, lambda i: i < 18)
     write_run(tmp_path / "b", "gate", 64, lambda i: i < 17)
