@@ -116,8 +116,8 @@ class QKHook:
                 "patch the model with rope=False (apply_liger_kernel_to_...(rope=False))"
             )
         kinds = type(getattr(attention, "_orig_mod", attention)).__mro__  # a subclass may wrap what it inherits
-        codes = [inspect.unwrap(vars(kind)["forward"]).__module__ for kind in kinds if "forward" in vars(kind)]
-        if not any(code.startswith("transformers.") for code in codes):
+        codes = [inspect.unwrap(vars(kind)["forward"]) for kind in kinds if "forward" in vars(kind)]
+        if not any(str(getattr(code, "__module__", "")).startswith("transformers.") for code in codes):
             raise SeergateError(_REPLACED.format(type(attention).__name__, ""))
         if family.hook_point == "fused":
             self._catching["qkv_proj"] = self._catch_fused
