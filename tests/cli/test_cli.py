@@ -149,7 +149,8 @@ def test_families_are_checked_before_the_model_is_loaded(weightless, tmp_path):
 def test_without_matplotlib_a_report_is_refused_before_the_model_is_loaded(weightless, tmp_path, monkeypatch):
     sweep, out = tmp_path / "sweep.yaml", tmp_path / "out"
     sweep.write_text(f"model: {weightless}\ntask: chain_sum\nmethod: [dense]\nout: {out}\n")
-    monkeypatch.setitem(sys.modules, "matplotlib", None)  # what `import matplotlib` and `find_spec` then find
+    for name in ("matplotlib", "matplotlib.figure"):
+        monkeypatch.setitem(sys.modules, name, None)  # what `import` then finds
     evaluation = ("eval", "--task", "chain_sum", "--model", str(weightless), "--method", "dense", "--out", str(out))
     for arguments in (evaluation, ("sweep", str(sweep))):
         message = refusal(run_seergate(*arguments))
