@@ -298,14 +298,15 @@ def results_of(runs: Path, bank: GateBank) -> list[dict[str, Any]]:
 
     gates = fingerprint(bank)
     sweeps = [sweep for sweep in load_sweeps(runs) if not sweep.of_texts]
-    if partial := next((each for sweep in sweeps for each in sweep.settings if not each.complete), None):
-        raise SeergateError(f"{partial.directory} is not finished; repeat the command that made it, or leave it out")
     others = {setting.gates for sweep in sweeps for setting in sweep.settings} - {None}
     if others and gates not in others:
         raise SeergateError(
             f"{runs} has results of other gates ({', '.join(sorted(map(str, others)))}) than {gates}, or of these in "
             "another dtype"
         )
+    mine = [setting for sweep in sweeps for setting in sweep.settings if setting.gates in (None, gates)]
+    if partial := next((setting for setting in mine if not setting.complete), None):
+        raise SeergateError(f"{partial.directory} lacks samples; repeat the command that made it, or leave it out")
     return [
         {
             "task": str(setting.config["task"]["name"]),
@@ -319,9 +320,7 @@ def results_of(runs: Path, bank: GateBank) -> list[dict[str, Any]]:
             "samples": setting.metrics["n_samples"],
             "mean_tokens": setting.metrics["mean_tokens"],
         }
-        for sweep in sweeps
-        for setting in sweep.settings
-        if setting.gates in (None, gates)
+        for setting in mine
     ]
 
 

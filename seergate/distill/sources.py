@@ -37,7 +37,7 @@ HELD_OUT_NAMES = re.compile(r"(?i)(^|[^a-z])(test|valid|validation|val|dev|eval)
 COMMIT = re.compile(r"[0-9a-f]{40}")
 """Pattern of a commit hash on the Hub."""
 
-ROWS_VERSION = 2
+ROWS_VERSION = 3
 """Version of stored rows; to be incremented if reading changes what the same files give."""
 RAW = ("json", "problem")
 """Columns of rows that are stored as JSON text: the text, and the reason if there is none."""
@@ -112,9 +112,9 @@ READ = {"messages", "prompt", "completion", "text", "question"}
 
 
 def _columns(rows: Any, column: str | None) -> Any:
-    """Rows with the columns that are read, all if there are none: others, such as images, might not be decoded."""
+    """Rows with the columns that are read: others, such as images, might not be decoded. All, for an error to name."""
     kept = [name for name in rows.column_names or () if name in READ or name == column]
-    return rows.select_columns(kept) if kept else rows
+    return rows.select_columns(kept) if kept and column in (None, *kept) else rows
 
 
 def _limited(rows: Dataset, config: TrainConfig) -> Dataset:

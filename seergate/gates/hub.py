@@ -13,7 +13,7 @@ from seergate.gates.bank import Gates
 from seergate.gates.card import CARD_FILE, LICENCE, Source, has_own_text
 from seergate.gates.files import MARKER_FILE, read_card, save_adapter
 from seergate.hub import hub_call
-from seergate.paths import HUB_ID, directory_here, gguf_file, is_hub_id, is_local_model
+from seergate.paths import HUB_ID, directory_here, gguf_file, is_hub_id, shipped_name
 
 
 def check_target(repo_id: str, revision: str | None, subfolder: str | None, create_pr: bool) -> None:
@@ -71,8 +71,8 @@ def fetch(
 
 def base_note(base_model: str | None) -> str | None:
     """Note for pushed gates if their base model is neither on the Hub nor shipped; else ``None``."""
-    is_shipped = base_model is not None and not is_local_model(base_model) and directory_here(base_model)
-    if base_model is None or is_hub_id(base_model) or is_shipped:
+    here = None if base_model is None else directory_here(base_model)
+    if base_model is None or is_hub_id(base_model) or (here is not None and shipped_name(here)):
         return None
     return (
         f"note: the base model is {base_model}, which is not on the Hub; `seergate push` with --base-model ORG/NAME "

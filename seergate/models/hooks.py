@@ -115,7 +115,7 @@ class QKHook:
                 "Liger's RoPE overwrites the queries and keys that it rotates, which gates and methods read before; "
                 "patch the model with rope=False (apply_liger_kernel_to_...(rope=False))"
             )
-        kinds = type(getattr(attention, "_orig_mod", attention)).__mro__  # a subclass may wrap what it inherits
+        kinds = type(getattr(attention, "_orig_mod", attention)).__mro__  # what a subclass adds is checked as it runs
         codes = [inspect.unwrap(vars(kind)["forward"]) for kind in kinds if "forward" in vars(kind)]
         if not any(str(getattr(code, "__module__", "")).startswith("transformers.") for code in codes):
             raise SeergateError(_REPLACED.format(type(attention).__name__, ""))

@@ -12,7 +12,7 @@ import seergate
 from seergate import Offload, Paging, Rectify, SeergateError, methods
 from seergate.decode.compatibility import REFUSED, refuse
 from seergate.models import families
-from seergate.models.hooks import ATTENTION_NAME
+from seergate.models.hooks import ATTENTION_NAME, QKHook
 from seergate.models.rope import Rotary
 from tests.decode.test_decode import BLOCK, gates
 from tests.support.models import left_padded, prompt, tiny_model
@@ -362,6 +362,15 @@ def test_a_class_of_attention_that_was_replaced_is_refused(model, monkeypatch):
     """As by unsloth, whose layers are called without transformers' cache, so that every step would be dense."""
     monkeypatch.setattr(type(model.model.layers[0].self_attn), "forward", lambda *args, **kwargs: None)
     refused("the code of Qwen3Attention is not transformers' own", seergate.attach, model, "quest")
+    monkeypatch.undo()
+    attention = copy.deepcopy(model).model.layers[0].self_attn
+    kind = type(
+        "Own",
+        (type(attention),),
+        {"forward": lambda self, *args, **kwargs: type(attention).forward(self, *args, **kwargs)},
+    )
+    attention.__class__ = kind
+    QKHook(model, attention).remove()  # what wraps transformers' code is checked as it runs
 
 
 def test_apple_gpus_are_refused(model, monkeypatch):

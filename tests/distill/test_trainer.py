@@ -93,7 +93,7 @@ def test_a_signal_saves_and_ends_the_run(config, tmp_path, number):
 
 
 @pytest.mark.parametrize(("at", "evaluated"), [(3, [2]), (4, [2, 4])])
-def test_a_signal_ends_the_run_with_the_step_that_it_came_in(config, tmp_path, at, evaluated):
+def test_a_signal_ends_the_run_at_the_next_update_or_evaluation(config, tmp_path, at, evaluated):
     """It comes before the fourth step, whose evaluation is left out and made up for, or after that step's update."""
     config = replace(config, eval_steps=2, save_steps=0)
     whole = run_distillation(replace(config, output_dir=str(tmp_path / "whole")))
@@ -104,6 +104,17 @@ def test_a_signal_ends_the_run_with_the_step_that_it_came_in(config, tmp_path, a
     assert [log.step for log in first.evals] == evaluated
     assert [log.step for log in first.evals + heard.evals] == [2, 4, 6, 8]
     assert_identical(weights(resumed), weights(whole))
+
+
+def test_a_signal_before_a_made_up_evaluation_is_followed_by_no_step(config, monkeypatch):
+    config = replace(config, eval_steps=2, save_steps=0)
+    with pytest.raises(Stopped, match="after step 4 of 8"):
+        run_distillation(config, [Signalled(3, signal.SIGTERM)])
+    evaluate, heard = trainer._evaluate, Recorder()
+    monkeypatch.setattr(trainer, "_evaluate", lambda runs: signal.raise_signal(signal.SIGTERM) or evaluate(runs))
+    with pytest.raises(Stopped, match="after step 4 of 8"):
+        run_distillation(config, [heard])
+    assert heard.steps == [] and [log.step for log in heard.evals] == [4]
 
 
 def test_a_second_interrupt_ends_at_once(config):

@@ -123,7 +123,7 @@ def test_what_goes_wrong_in_a_worker_is_told(tmp_path, saved):
     refused("there is no model here", run, tmp_path, saved, loader=load_nothing, workers=1)
 
 
-def test_more_workers_than_the_cluster_has_room_for_are_refused(monkeypatch):
+def test_more_workers_than_gpus_are_refused(monkeypatch):
     """Ray would wait for ever for a place."""
     ray = pytest.importorskip("ray")
     for name, given in {"init": None, "shutdown": None, "cluster_resources": {"CPU": 8, "GPU": 2}}.items():

@@ -4,7 +4,8 @@ from dataclasses import replace
 
 import pytest
 
-from seergate.eval import MethodSpec, RunOptions, Sampling, environment, make_task
+from seergate.errors import SeergateError
+from seergate.eval import MethodSpec, RunOptions, Sampling, environment, make_task, store
 from seergate.eval.running import run_plan
 from seergate.eval.sweep_plan import SweepPlan
 from tests.eval.test_runner import small
@@ -27,6 +28,19 @@ def test_settings_of_a_run_without_samples_are_replaced(tmp_path):
     edit_samples(tmp_path, lambda rows: [])
     assert small(tmp_path, seed=1) == small(tmp_path, seed=1)
     refused("generation.seed was 1 and is 0", small, tmp_path)
+
+
+def test_a_run_on_a_gpu_may_continue_on_another_host(tmp_path):
+    small(tmp_path)
+    settings = store.read_config(tmp_path)
+    hardware = {"cpu": "one", "cores": 8, "gpu": "H200"}
+    settings["environment"] |= {"device": "cuda", "hardware": hardware}
+    store.write_yaml(tmp_path / "config.yaml", settings)
+    settings["environment"] |= {"hardware": hardware | {"cpu": "another", "cores": 16}}
+    store.pin(tmp_path, settings, finished=False)
+    settings["environment"] |= {"hardware": hardware | {"gpu": "H100"}}
+    with pytest.raises(SeergateError, match="environment.hardware.gpu was 'H200' and is 'H100'"):
+        store.pin(tmp_path, settings, finished=False)
 
 
 def with_yarn(model):

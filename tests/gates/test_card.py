@@ -177,7 +177,7 @@ def test_results_of_an_evaluation(bank, tmp_path):
     samples = tmp_path / "runs" / "gate-64" / "samples.jsonl"
     whole = samples.read_text()
     samples.write_text(whole.splitlines(keepends=True)[0])
-    refused("gate-64 is not finished", results_of, Path(runs), own)
+    refused("gate-64 lacks samples", results_of, Path(runs), own)
     samples.write_text(whole)
     bank.save_pretrained(gates)
     assert "has results of other gates" in refusal(run_seergate("export", gates, out, "--results", runs))

@@ -14,7 +14,7 @@ from seergate import GateBank, GateConfig, SeergateError
 from seergate.distill import load_train_config
 from seergate.distill.trainer import prepare_run
 from seergate.eval.running import check_model
-from seergate.gates.hub import licence_of_base
+from seergate.gates.hub import base_note, licence_of_base
 from seergate.hub import hub_call, offline, unanswered
 from seergate.models.loading import base_config, download_weights, load_base
 from tests.distill.conftest import PLAIN, byte_tokenizer
@@ -223,6 +223,17 @@ def test_pull_refused(hub, bank, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     refused("could not be pushed to org/gates: .*Connection refused", bank.push_to_hub, REPO, **W)
     refused(UNREAD, pull, "org/other")
+
+
+@pytest.mark.parametrize("elsewhere", [False, True])
+def test_only_bases_that_others_do_not_find_get_a_note(tmp_path, monkeypatch, elsewhere):
+    if elsewhere:
+        monkeypatch.chdir(tmp_path)
+    (tmp_path / "mine").mkdir()
+    for found in ("org/base", "checkpoints/tiny-reasoner", None):
+        assert base_note(found) is None, found
+    for unknown in (str(tmp_path / "mine"), "/srv/models/another", "model.gguf"):
+        assert unknown in (base_note(unknown) or ""), unknown
 
 
 def test_the_hubs_reasons_in_further_lines_are_kept(hub):

@@ -75,7 +75,8 @@ class Cluster:
         address: address of a running Ray cluster, ``"auto"`` for the one of this machine; ``None`` starts Ray here.
 
     Raises:
-        SeergateError: if Ray is not installed, or there is no cluster at the address.
+        SeergateError: if Ray is not installed, there is no cluster at the address, or this machine has fewer
+            GPUs than workers.
     """
 
     def __init__(self, loader: Loader, workers: int, address: str | None = None) -> None:

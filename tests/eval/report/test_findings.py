@@ -100,6 +100,7 @@ def test_unfinished_runs_are_marked_and_problems_are_a_range(runs):
     assert conditions(sweep_of(runs)) == "m on chain_sum, 7 to 20 problems, some runs unfinished"
     text = write_report(runs).markdown.read_text()
     assert text.count("| gate (unfinished) ") == 3, "in each table"
+    assert "\ngate (unfinished),64," in (runs / "results.csv").read_text().replace("\r", "")
     assert "with 7 to 20 problems, differences to dense" in text
 
 
