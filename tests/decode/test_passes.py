@@ -364,13 +364,8 @@ def test_a_class_of_attention_that_was_replaced_is_refused(model, monkeypatch):
     refused("the code of Qwen3Attention is not transformers' own", seergate.attach, model, "quest")
     monkeypatch.undo()
     attention = copy.deepcopy(model).model.layers[0].self_attn
-    kind = type(
-        "Own",
-        (type(attention),),
-        {"forward": lambda self, *args, **kwargs: type(attention).forward(self, *args, **kwargs)},
-    )
-    attention.__class__ = kind
-    QKHook(model, attention).remove()  # what wraps transformers' code is checked as it runs
+    attention.__class__ = type("Own", (type(attention),), {"forward": lambda *args, **kwargs: None})
+    QKHook(model, attention).remove()  # a subclass is checked as it runs
 
 
 def test_apple_gpus_are_refused(model, monkeypatch):
