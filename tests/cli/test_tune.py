@@ -195,7 +195,7 @@ def test_all_of_it_killed_and_continued(model, data, tmp_path, monkeypatch):
 
     ended = subprocess.run([sys.executable, "-c", STOPPED, "stop", *command, "--out", str(out)], text=True, **piped)
     assert ended.returncode == 128 + signal.SIGTERM, ended.stderr
-    assert "stopped by SIGTERM after the last step, which is saved" in ended.stderr
+    assert "stopped by SIGTERM after step 76 of 76, which is saved" in ended.stderr
     assert "it/s]" not in ended.stderr and "Loading weights" not in ended.stderr
     assert not (out / "needle").exists() and "trained" not in json.loads((out / "tune.json").read_text())
 
