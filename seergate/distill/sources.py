@@ -112,7 +112,9 @@ READ = {"messages", "prompt", "completion", "text", "question"}
 
 
 def _columns(rows: Any, column: str | None) -> Any:
-    """Rows with the columns that are read: others, such as images, might not be decoded. All, for an error to name."""
+    """Rows with only the columns that are read, since others, such as images, might not be decoded. With all columns
+    if the wanted one is missing, so that the error can name them.
+    """
     kept = [name for name in rows.column_names or () if name in READ or name == column]
     return rows.select_columns(kept) if kept and column in (None, *kept) else rows
 

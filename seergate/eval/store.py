@@ -172,12 +172,12 @@ def pin(directory: Path, config: dict[str, Any], *, finished: bool) -> None:
             f"{samples} is there without {CONFIG}, so the settings of its samples are unknown; restore {CONFIG}, "
             "or use another --out"
         )
-    before, skipped = read_config(directory), [*NOT_COMPARED]
+    skipped = [*NOT_COMPARED]
     if finished:
         skipped += ["environment"]
     elif config["environment"]["device"] == "cuda":  # the GPU computes; another host may continue the run
         skipped += ["environment.hardware.cpu", "environment.hardware.cores"]
-    if different := differences(before, config, skipped):
+    if different := differences(read_config(directory), config, skipped):
         raise SeergateError(
             f"{directory} holds a run with other settings: {different}; use the same ones or another --out"
         )
