@@ -10,12 +10,13 @@ import statistics
 import subprocess
 import time
 from collections.abc import Callable, Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from seergate.eval.environment import processor, version_of
 
 RESULTS = Path(__file__).parent / "results"
 CPU = torch.device("cpu")
@@ -194,14 +195,6 @@ def exact_decode(q: Tensor, k: Tensor, v: Tensor, indices: Tensor | None, length
     return torch.stack(rows)
 
 
-def version(package: str) -> str | None:
-    """The version of an installed package, or None."""
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
-
-
 def commit() -> str:
     """The current commit, with ``-dirty`` if a file other than results and documents has changes."""
 
@@ -217,18 +210,14 @@ def commit() -> str:
 
 def provenance(device: torch.device) -> dict[str, str | int | None]:
     """Machine, versions and commit."""
-    cpu = platform.processor()
-    if Path("/proc/cpuinfo").exists():
-        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
-        cpu = next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), cpu)
     return {
-        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else cpu,
+        "device": torch.cuda.get_device_name(device) if device.type == "cuda" else processor(),
         "threads": torch.get_num_threads(),
         "capability": torch.backends.cpu.get_cpu_capability(),
         "python": platform.python_version(),
         "torch": torch.__version__,
-        "transformers": version("transformers"),
-        "triton": version("triton"),
+        "transformers": version_of("transformers"),
+        "triton": version_of("triton"),
         "commit": commit(),
     }
 

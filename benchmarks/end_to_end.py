@@ -26,7 +26,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from common import arguments, parsed, random_model, resident, save, version
+from common import arguments, parsed, random_model, resident, save
 from torch import Tensor
 from transformers import Cache, CompileConfig, DynamicCache, PreTrainedModel, StaticCache
 from transformers.generation.streamers import BaseStreamer
@@ -37,6 +37,7 @@ from seergate.cache.forward import CACHE, PROMPT, ForwardContext
 from seergate.cache.layer import GatedLayer
 from seergate.cache.offload import Offload
 from seergate.decode.step import make_step
+from seergate.eval.environment import version_of
 from seergate.inference_mode import outside_inference_mode
 from seergate.models.families import head_dim_of
 
@@ -328,7 +329,7 @@ def main() -> None:
     print("first token after", options.prompt, "tokens:", {name: round(value, 3) for name, value in seconds.items()})
     device, dtype = torch.device(options.device), str(options.dtype).removeprefix("torch.")
     settings = vars(options) | {"dtype": dtype, "output": None, "first_token_seconds": seconds}
-    settings |= {"transformers": version("transformers")}
+    settings |= {"transformers": version_of("transformers")}
     name = f"end_to_end-{device.type}-{dtype}" + f"-{options.threads}t" * (device.type == "cpu")
     print("saved", save(name, settings, rows, options.output, device))
 

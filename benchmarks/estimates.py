@@ -220,12 +220,7 @@ def plan_table(_: Shape) -> list[str]:
             share += f" of {(memory.base + memory.base_elsewhere) / 1e9:.1f}"
         if not plan.fits:
             raise ValueError(f"{name} in {processes} processes does not fit; it must have more of them")
-        numbers = (
-            f"{plan.total / 1e9:.1f}",
-            share,
-            f"{memory.gathered / 1e9:.1f}",
-            f"{plan.step_seconds:.1f}",
-        )
+        numbers = (f"{plan.total / 1e9:.1f}", share, f"{memory.gathered / 1e9:.1f}", f"{plan.step_seconds:.1f}")
         rows.append((f"`{name}`", f"{processes}", *numbers))
     return table(("preset", "processes", "GB", "frozen model", "layers", "seconds a step"), rows)
 

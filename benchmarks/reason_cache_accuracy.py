@@ -102,12 +102,7 @@ def main() -> None:
     options = parsed(parser)
     path = shipped("checkpoints/tiny-reasoner")
     model, tokenizer = load_base(path), AutoTokenizer.from_pretrained(path)
-    given = {
-        "tokenizer": tokenizer,
-        "border": "next",
-        "block_size": options.page,
-        "warm_up": options.warm_up,
-    }
+    given = {"tokenizer": tokenizer, "border": "next", "block_size": options.page, "warm_up": options.warm_up}
     gate = Gate(bank=GateBank.from_pretrained(path / "gates"), token_budget=options.budget)
     page = -(-options.page // gate.block_size) * gate.block_size
     compared: dict[str, Method] = {

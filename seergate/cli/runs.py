@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import os
 from pathlib import Path
 
 from seergate.checks import check_counts
@@ -55,14 +54,16 @@ def _regrade_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--run-programs", action="store_true", help="allow that programs in the answers run, confined (humaneval)"
     )
-    parser.add_argument("--processes", type=int, default=os.cpu_count(), metavar="N", help="[%(default)s]")
+    parser.add_argument("--processes", type=int, metavar="N", help="[the cores that this process may use]")
 
 
 def _regrade(options: argparse.Namespace) -> None:
+    from seergate.distill.distributed import available_cores
     from seergate.eval.regrade import regrade
     from seergate.eval.store import run_directories
 
-    check_counts(options, processes=1)
+    check_counts(options, optional=True, processes=1)
+    options.processes = options.processes or available_cores()
     any_changed = False
     for directory in run_directories(options.run_dir):
         result = regrade(directory, **given(options, "grader", "dry_run", "processes", "run_programs"))

@@ -32,10 +32,7 @@ HELP = (
     "Train gates for a model by the recommended recipe in two thirds of the time given, evaluate them in the rest on\n"
     "needles and held-out texts, and name the smallest budget with no measurable loss, in three sentences.\n"
     "The same command continues after an interruption.",
-    [
-        "seergate tune ORG/NAME --hours 2",
-        "seergate tune model.gguf --hours 8 --data my_texts.jsonl --out runs/mine",
-    ],
+    ["seergate tune ORG/NAME --hours 2", "seergate tune model.gguf --hours 8 --data my_texts.jsonl --out runs/mine"],
 )
 CONTEXT = 4096
 """Default number of tokens of a text, in training and evaluation; fewer if the model has fewer positions."""

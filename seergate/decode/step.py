@@ -238,11 +238,7 @@ def newest_tokens_attention(step: Step) -> Tensor:
         ends_BS = ends_BS[:1]
     visible_BST = places < ends_BS[..., None]
     output_BKRD = scaled_dot_product_attention(
-        rows_BKGSD.flatten(2, 3),
-        keys,
-        values,
-        attn_mask=visible_BST.repeat(1, group, 1)[:, None],
-        scale=step.sm_scale,
+        rows_BKGSD.flatten(2, 3), keys, values, attn_mask=visible_BST.repeat(1, group, 1)[:, None], scale=step.sm_scale
     )
     return output_BKRD.unflatten(2, (group, new)).flatten(1, 2).transpose(1, 2)
 

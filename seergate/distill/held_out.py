@@ -89,11 +89,7 @@ def _windows(data: str | None, context: int, tokenizer: PreTrainedTokenizerBase,
 
 
 def _held_out(
-    every: Sequence[str],
-    tokenizer: PreTrainedTokenizerBase,
-    length: int,
-    source: str,
-    malformed: Sequence[str] = (),
+    every: Sequence[str], tokenizer: PreTrainedTokenizerBase, length: int, source: str, malformed: Sequence[str] = ()
 ) -> set[int]:
     """Return the numbers of the held-out texts: texts of at least ``length`` tokens, evenly spread."""
     long = [number for number, text in enumerate(every) if len(_ids(tokenizer, text)) >= length]

@@ -180,7 +180,7 @@ def run_plan(plan: SweepPlan) -> Path:
                 if (share := metrics.get("unanswered_rate", 0.0)) > UNANSWERED:
                     print(
                         f"note: the grader {task.grader!r} found no answer in {share * metrics['n_samples']:.0f} of "
-                        f"{metrics['n_samples']} samples of {label}; `seergate eval show` shows them",
+                        f"{metrics['n_samples']} samples of {label}; `seergate eval show` shows them"
                     )
 
         resumed = (out / specs[0].label / store.SAMPLES).exists() and not specs[0].uncalibrated

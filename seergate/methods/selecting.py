@@ -115,11 +115,7 @@ class SelectingMethod(Method):
     def choose(self, scores_BKN: Tensor, lengths: Tensor | RowLengths) -> Selection:
         """Select blocks from scores by the rule, in rows of ``lengths [B]`` tokens."""
         return ops.select_blocks(
-            scores_BKN,
-            lengths,
-            block_size=self.block_size,
-            sink_blocks=self.sink_blocks,
-            **self.rule,
+            scores_BKN, lengths, block_size=self.block_size, sink_blocks=self.sink_blocks, **self.rule
         )
 
     @property

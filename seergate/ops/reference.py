@@ -328,11 +328,7 @@ def pool_keys(
     for b, end in enumerate(ends):
         for j in range(math.ceil(end / block_size)):
             keys = k[b, :, j * block_size : min((j + 1) * block_size, end)]
-            results = {
-                "max": keys.amax(1),
-                "min": keys.amin(1),
-                "avg": keys.to(_wide(k)).mean(1).to(k.dtype),
-            }
+            results = {"max": keys.amax(1), "min": keys.amin(1), "avg": keys.to(_wide(k)).mean(1).to(k.dtype)}
             pooled[b, :, j] = torch.cat([results[kind] for kind in kinds], dim=-1)
     return pooled
 

@@ -159,24 +159,16 @@ EVICTORS = {
         lambda n, t: C + 7,
     ),
     "h2o": Evictor(
-        lambda m: methods.H2O(token_budget=C, recent_tokens=10),
-        lambda m: naive.H2O(C, recent=10),
-        lambda n, t: C + 1,
+        lambda m: methods.H2O(token_budget=C, recent_tokens=10), lambda m: naive.H2O(C, recent=10), lambda n, t: C + 1
     ),
     "h2o in batches": Evictor(
         lambda m: methods.H2O(token_budget=C, interval=5),
         lambda m: naive.H2O(C, interval=5, recent=C // 2),
         lambda n, t: C + 5,
     ),
-    "tova": Evictor(
-        lambda m: methods.TOVA(token_budget=C),
-        lambda m: naive.TOVA(C, recent=1),
-        lambda n, t: C + 1,
-    ),
+    "tova": Evictor(lambda m: methods.TOVA(token_budget=C), lambda m: naive.TOVA(C, recent=1), lambda n, t: C + 1),
     "tova faithful": Evictor(
-        lambda m: methods.TOVA(token_budget=C, protect_current=False),
-        lambda m: naive.TOVA(C),
-        lambda n, t: C + 1,
+        lambda m: methods.TOVA(token_budget=C, protect_current=False), lambda m: naive.TOVA(C), lambda n, t: C + 1
     ),
     "lazy_eviction": _lazy({}),
     "lazy_eviction full": _lazy({"shift": 0}, h1="full"),

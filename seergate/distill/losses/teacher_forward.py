@@ -39,11 +39,7 @@ as its output; if a pack needs more than one tile, they are recomputed for the g
 
 
 def distill_step(
-    bank: Gates,
-    model: PreTrainedModel,
-    input_ids: Tensor,
-    cu_seqlens: Tensor | None = None,
-    **options: Any,
+    bank: Gates, model: PreTrainedModel, input_ids: Tensor, cu_seqlens: Tensor | None = None, **options: Any
 ) -> DistillOutput:
     """Run the frozen model on one pack and compute the gates' distillation loss and gradients.
 

@@ -18,44 +18,27 @@ from seergate.methods import Dense, Gate, Quest, method_class
 _LONG = (2048, 4096, 6144, 8192, None)
 _SHORT = (1024, 2048, 4096, 6144, None)
 
-_PUBLISHED: dict[str, tuple[tuple[int | None, ...], dict[str, tuple[float, ...]]]] = {
-    "aime24": (
-        _LONG,
-        {
-            "qwen3-4b": (55.83, 69.32, 70.47, 72.60, 71.25),
-            "qwen3-8b": (58.23, 71.35, 74.06, 74.22, 74.48),
-            "qwen3-14b": (63.65, 75.73, 78.49, 78.85, 78.91),
-            "r1-distill-qwen-14b": (55.97, 66.68, 67.66, 67.45, 67.50),
-        },
-    ),
-    "aime25": (
-        _LONG,
-        {
-            "qwen3-4b": (45.16, 58.59, 61.88, 62.40, 66.41),
-            "qwen3-8b": (43.30, 57.81, 63.07, 64.22, 67.86),
-            "qwen3-14b": (48.70, 64.79, 68.70, 69.84, 70.21),
-            "r1-distill-qwen-14b": (39.37, 48.12, 50.10, 50.42, 50.00),
-        },
-    ),
-    "math500": (
-        _SHORT,
-        {
-            "qwen3-4b": (84.67, 91.85, 94.10, 94.12, 93.93),
-            "qwen3-8b": (83.57, 91.67, 94.00, 94.53, 94.43),
-            "qwen3-14b": (86.12, 93.02, 95.12, 95.40, 95.22),
-            "r1-distill-qwen-14b": (87.35, 92.45, 93.77, 93.40, 93.30),
-        },
-    ),
-    "gpqa_diamond_published": (
-        _SHORT,
-        {
-            "qwen3-4b": (39.84, 49.94, 55.40, 55.90, 56.19),
-            "qwen3-8b": (39.43, 54.41, 60.48, 60.57, 60.54),
-            "qwen3-14b": (45.64, 61.68, 63.83, 64.33, 65.25),
-            "r1-distill-qwen-14b": (52.02, 55.46, 56.34, 57.20, 57.80),
-        },
-    ),
+_BUDGETS = {"aime24": _LONG, "aime25": _LONG, "math500": _SHORT, "gpqa_diamond_published": _SHORT}
+
+_PUBLISHED = {
+    ("aime24", "qwen3-4b"): (55.83, 69.32, 70.47, 72.60, 71.25),
+    ("aime24", "qwen3-8b"): (58.23, 71.35, 74.06, 74.22, 74.48),
+    ("aime24", "qwen3-14b"): (63.65, 75.73, 78.49, 78.85, 78.91),
+    ("aime24", "r1-distill-qwen-14b"): (55.97, 66.68, 67.66, 67.45, 67.50),
+    ("aime25", "qwen3-4b"): (45.16, 58.59, 61.88, 62.40, 66.41),
+    ("aime25", "qwen3-8b"): (43.30, 57.81, 63.07, 64.22, 67.86),
+    ("aime25", "qwen3-14b"): (48.70, 64.79, 68.70, 69.84, 70.21),
+    ("aime25", "r1-distill-qwen-14b"): (39.37, 48.12, 50.10, 50.42, 50.00),
+    ("math500", "qwen3-4b"): (84.67, 91.85, 94.10, 94.12, 93.93),
+    ("math500", "qwen3-8b"): (83.57, 91.67, 94.00, 94.53, 94.43),
+    ("math500", "qwen3-14b"): (86.12, 93.02, 95.12, 95.40, 95.22),
+    ("math500", "r1-distill-qwen-14b"): (87.35, 92.45, 93.77, 93.40, 93.30),
+    ("gpqa_diamond_published", "qwen3-4b"): (39.84, 49.94, 55.40, 55.90, 56.19),
+    ("gpqa_diamond_published", "qwen3-8b"): (39.43, 54.41, 60.48, 60.57, 60.54),
+    ("gpqa_diamond_published", "qwen3-14b"): (45.64, 61.68, 63.83, 64.33, 65.25),
+    ("gpqa_diamond_published", "r1-distill-qwen-14b"): (52.02, 55.46, 56.34, 57.20, 57.80),
 }
+"""(task, model) -> accuracy in percent at the task's budgets."""
 
 _TABLE_1 = {
     ("quest", 2048): (13.3, 30.0),
@@ -102,8 +85,8 @@ def published(config: dict[str, Any]) -> float | None:
     if method["name"] == Quest.name:
         entry = table_1(config)
         return None if entry is None else entry[0]
-    budgets, models = _PUBLISHED.get(str(task["name"]), ((), {}))
-    values = models.get(model_key(config))
+    values = _PUBLISHED.get((str(task["name"]), model_key(config)))
+    budgets = _BUDGETS[task["name"]]
     return None if values is None else dict(zip(budgets, values, strict=True)).get(method.get("token_budget"))
 
 

@@ -20,13 +20,7 @@ from seergate.ops.torch_impl.teacher import MASKED, Teacher, in_pack, wide_dtype
 
 
 def gate_kl(
-    pack: Pack,
-    qg: Tensor,
-    kg: Tensor,
-    block_size: int,
-    gate_scale: float,
-    options: LossOptions,
-    lse: Tensor | None,
+    pack: Pack, qg: Tensor, kg: Tensor, block_size: int, gate_scale: float, options: LossOptions, lse: Tensor | None
 ) -> tuple[Tensor, GateKLStats]:
     """The op on checked arguments."""
     dtype, sink_blocks = wide_dtype(pack.q, pack.k, qg, kg), options.sink_blocks

@@ -33,13 +33,7 @@ TRITON_TYPES = {torch.float16: tl.float16, torch.bfloat16: tl.bfloat16, torch.fl
 
 
 def gate_kl(
-    pack: Pack,
-    qg: Tensor,
-    kg: Tensor,
-    block_size: int,
-    gate_scale: float,
-    options: LossOptions,
-    lse: Tensor | None,
+    pack: Pack, qg: Tensor, kg: Tensor, block_size: int, gate_scale: float, options: LossOptions, lse: Tensor | None
 ) -> tuple[Tensor, GateKLStats]:
     """The op on checked arguments."""
     narrow = in_registers(qg, kg)

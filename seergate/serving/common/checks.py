@@ -9,14 +9,7 @@ from transformers import PreTrainedModel
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.methods import SelectingMethod
-from seergate.models.families import (
-    check_gates,
-    full_attention_modules,
-    kv_heads,
-    layer_type,
-    rope_kind,
-    text_config,
-)
+from seergate.models.families import check_gates, full_attention_modules, kv_heads, layer_type, rope_kind, text_config
 from seergate.models.loading import skeleton
 from seergate.models.resolving import check_anchors
 from seergate.models.rope import RopeKind, changing_rope

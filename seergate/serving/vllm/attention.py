@@ -395,10 +395,7 @@ def sparse_backend(stock: Any) -> Any:
     """Subclass a backend of vLLM for sparse decoding; only its metadata builder and its attention differ."""
     builder = type("SparseMetadataBuilder", (SparseBuilder, stock.get_builder_cls()), {})
     impl = type("SparseImpl", (SparseAttention, stock.get_impl_cls()), {"kind": PAGES[stock.get_name()]})
-    methods = {
-        "get_builder_cls": staticmethod(lambda: builder),
-        "get_impl_cls": staticmethod(lambda: impl),
-    }
+    methods = {"get_builder_cls": staticmethod(lambda: builder), "get_impl_cls": staticmethod(lambda: impl)}
     return type("SparseBackend", (SparseBackend, stock), methods)
 
 
