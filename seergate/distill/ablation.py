@@ -26,11 +26,16 @@ from seergate.yaml_file import read_yaml
 
 NOTES = {
     ("block_size",): "The KL of different block sizes is over different blocks: compare the recall.",
-    ("target",): "KL and recall are measured against a variant's own target: compare the gates by decoding.",
-    ("seed", "data", "data_limit", "max_length", "eval_packs", "block_size", "sink_blocks"): (
-        "The held-out packs of the variants may differ."
+    ("target", "target_budget"): (
+        "KL and recall are measured against a variant's own target: compare the gates by decoding."
     ),
+    ("scorer",): "Retention gates have other losses: compare them by decoding.",
+    (
+        *("seed", "data", "data_config", "data_split", "data_column", "data_revision", "data_limit", "over_length"),
+        *("chain_sum_variables", "chat_template", "model", "max_length", "eval_packs", "block_size", "sink_blocks"),
+    ): "The held-out packs of the variants may differ.",
     ("row_start",): "Without eval_row_start, variants with another row_start are evaluated on other rows.",
+    ("row_stride",): "Variants with another row_stride are evaluated on other rows.",
 }
 """Options in which variants differ -> what then limits the comparison."""
 
@@ -95,7 +100,7 @@ def variant_configs(study: Study, model: str | None, options: Mapping[str, Any])
 
     The ``output_dir`` of the user's ``options`` is the study's directory.
     """
-    common = {"recipe": "paper", **study.options, **options}
+    common = overridden({"recipe": "paper", **study.options}, options)
     root = common.pop("output_dir", None)
     configs = {}
     for variant, given in study.variants.items():
@@ -130,7 +135,7 @@ def run_studies(chosen: Sequence[tuple[Study, Mapping[str, TrainConfig]]]) -> li
     the commits of its first run.
     """
     from seergate.distill.base_model import FROZEN
-    from seergate.distill.trainer import run_together
+    from seergate.distill.trainer import prepare_run, run_together
 
     configs: list[dict[str, TrainConfig]] = []
     groups: dict[tuple[Any, ...], dict[str, TrainConfig]] = {}
@@ -148,6 +153,11 @@ def run_studies(chosen: Sequence[tuple[Study, Mapping[str, TrainConfig]]]) -> li
             f"the runs differ in {', '.join(differing)}, so they need frozen models of their own; train them in one "
             "process without DeepSpeed, or as a study each"
         )
+    for name, config in (run for runs in groups.values() if len(groups) > 1 for run in runs.items()):
+        try:
+            prepare_run(config)  # all runs are checked before the first one trains
+        except SeergateError as error:
+            raise SeergateError(f"{name}: {error}") from error
     for runs in groups.values():
         run_together({name: (config, []) for name, config in runs.items()}, compared=True)
     return [[_outcome(variant, config) for variant, config in each.items()] for each in configs]

@@ -63,4 +63,4 @@ class Averages:
         values = torch.tensor(rest, dtype=torch.float64) / (rows or math.nan)  # nothing was measured
         recall = dict(zip(budgets, values[layers:].view(-1, layers, heads).tolist(), strict=True))
         kl_per_layer = values[:layers].tolist()
-        return cls(loss / max(1, finite_packs), int(tokens), int(non_finite), kl_per_layer, recall, stop=stops > 0)
+        return cls(loss / (finite_packs or math.nan), int(tokens), int(non_finite), kl_per_layer, recall, stop=stops > 0)

@@ -321,7 +321,8 @@ def _offloading(config: TrainConfig, world: DistributedState) -> dict[str, Any]:
 
 
 def _fingerprint(path: Path) -> str | None:
-    """Hash the size and the first and last megabyte of each of a local model's weight files; ``None`` for a Hub id.
+    """Hash a local model's ``config.json``, and the size and the first and last megabyte of each of its weight files;
+    ``None`` for a Hub id.
 
     Reading a large model in full would take minutes, and retrained weights differ everywhere.
     """
@@ -330,7 +331,8 @@ def _fingerprint(path: Path) -> str | None:
     file = gguf_file(path)
     weights = (p for p in path.iterdir() if p.suffix in (".safetensors", ".bin"))
     files = [p for p in weights if p.name != WEIGHTS_FILE] if file is None else [file]  # gates may be beside them
-    digest = hashlib.blake2b(digest_size=8)
+    config = path / "config.json"  # it has the parameters of RoPE
+    digest = hashlib.blake2b(config.read_bytes() if config.is_file() else b"", digest_size=8)
     for file in sorted(files):
         size = file.stat().st_size
         digest.update(f"{file.name}/{size}/".encode())

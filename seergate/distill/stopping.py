@@ -21,7 +21,8 @@ class Stopped(CommonError):
 
     def __init__(self, when: str, number: int) -> None:
         super().__init__(
-            f"stopped by {signal.Signals(number).name} {when}, which is saved; the same command continues"
+            f"stopped by {signal.Signals(number).name} {when}, which is saved; the same command continues, without "
+            "--no-resume"
         )
         self.signal = number
 

@@ -84,6 +84,8 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]], *, 
                     config = replace(config, shard_base=False)
                 members.append(Run(name, config, world, callbacks))
                 members[-1].begin()
+            if len({run.config.revision for run in members}) > 1:  # in a study of several processes, each looks it up
+                raise CommonError("the runs have pinned different commits of the model; give one by --revision")
             for run in members:
                 run.gather()
                 if compared and not run.data.held_out:

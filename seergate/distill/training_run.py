@@ -69,6 +69,8 @@ LOCK = ".lock"
 NON_FINITE_LIMIT = 20
 """Maximum number of packs that a run may leave out because their loss or gradient is not finite."""
 
+DIVERGED = "If the gates diverged, so did those of the checkpoints: use a smaller learning_rate and --no-resume"
+
 
 def scheduled_rate(config: TrainConfig, step: int) -> float:
     """Return the learning rate of a step, from 0: linear warm-up to ``learning_rate``, then cosine to ``min_lr``."""
@@ -163,8 +165,8 @@ class Run:
             if self.dir.exists() and not self.dir.is_dir():
                 raise SeergateError(f"output_dir is {str(self.dir)!r}, which is a file; it must be a directory")
             best = (self.dir / "best").resolve()
-            if self.config.init_gates and Path(self.config.init_gates).resolve() == best:
-                raise SeergateError("init_gates is best/ of output_dir, which is replaced; give another output_dir")
+            if self.config.init_gates and Path(self.config.init_gates).resolve() in (best, self.dir.resolve()):
+                raise SeergateError("init_gates lies in output_dir, where it is replaced; give another output_dir")
             others = {file.name for file in best.glob("[!.]*")} - ADAPTER_FILES
             if others and not (self.config.resume and newest_checkpoint(self.dir / "checkpoints")):
                 raise SeergateError(
@@ -223,7 +225,7 @@ class Run:
         except Exception as error:  # network and server errors of any type end the run with one sentence
             raise SeergateError(
                 f"the gates are trained and saved in {self.dir}, but not uploaded to {repo}: {first_line(error)}; the "
-                "same command uploads them without training again"
+                "same command uploads them without training again, without --no-resume"
             ) from error
         self._say(f"uploaded: {address}")
 
@@ -332,8 +334,11 @@ class Run:
                 f"step {step + 1}: {means.non_finite} of {config.packs_per_step} packs gave no finite loss and "
                 f"gradient and were left out ({progress.non_finite} in this run)"
             )
+            name = f"{self.name}: " if self.name else ""
             if progress.non_finite > NON_FINITE_LIMIT:
-                raise CommonError(f"{text}; more than {NON_FINITE_LIMIT} is too many. The last checkpoint is intact")
+                raise CommonError(f"{name}{text}; more than {NON_FINITE_LIMIT} is too many. {DIVERGED}")
+            if step + 1 == config.max_steps and means.non_finite == config.packs_per_step:
+                raise CommonError(f"{name}{text}; no pack of the last step is left. {DIVERGED}")
             self._say(text)
         # AdamW's momentum would move the gates even if no pack gave a gradient.
         lr = scheduled_rate(config, step) if means.non_finite < config.packs_per_step else 0.0
@@ -342,8 +347,8 @@ class Run:
             raise CommonError(f"step {step + 1} gave a gradient norm of {norm}; the checkpoint before it is intact")
         progress.tokens += means.tokens
         progress.held_out_kl = progress.held_out_recall = progress.held_out_row_start = None
-        if math.isfinite(kl := sum(means.kl_per_layer) / len(self.bank)):
-            progress.final_kl = kl
+        kl = sum(means.kl_per_layer) / len(self.bank)
+        progress.final_kl = kl if math.isfinite(kl) else None
         log = StepLog(
             step=step + 1,
             loss=means.loss,

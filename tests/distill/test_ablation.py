@@ -58,6 +58,8 @@ def test_a_study_ends_in_a_table_and_goes_on_where_it_stopped(config, monkeypatc
     said = "The held-out packs of the variants may differ."
     seeds = Study("seeds", {}, {"max": {"seed": 0}, "all three": {"seed": 1}})
     assert said in table(seeds, first) and said not in table(study, first)
+    for options, other in (({"scorer": "trim_kv"}, "Retention gates have"), ({"row_stride": 64}, "another row_stride")):
+        assert other in table(Study("s", {}, {"a": options}), first) and other not in table(seeds, first)
 
     (configs["max"].run_dir / "gate_model.safetensors").write_bytes(b"half")
     seen = watched_steps(monkeypatch)
@@ -91,6 +93,9 @@ def test_packs_per_step_of_a_variant_have_an_effect(config: TrainConfig) -> None
     study = Study("packs", {}, {"two": {"packs_per_step": 2}, "four": {"packs_per_step": 4}})
     configs = variant_configs(study, config.model, options_of(config, gradient_accumulation_steps=1))
     assert [each.in_processes(1).packs_per_step for each in configs.values()] == [2, 4]
+    study = Study("packs", {"gradient_accumulation_steps": 4}, {"a": {"rope": False}})
+    (one,) = variant_configs(study, config.model, options_of(config, packs_per_step=2)).values()
+    assert one.in_processes(1).packs_per_step == 2
 
 
 def test_a_variant_may_have_a_model_of_its_own(config: TrainConfig) -> None:
@@ -220,6 +225,14 @@ def test_frozen_models_one_after_another_are_refused_where_that_cannot_be(config
     if not several:
         configs = {name: replace(each, deepspeed="ds_configs/zero2.json") for name, each in configs.items()}
     refused("the runs differ in dtype, so", run_study, study, configs)
+
+
+def test_later_frozen_models_are_checked_before_the_first_trains(config, tmp_path):
+    """Not after it, hours later."""
+    study = Study("s", {}, {"a": {"dtype": "float32"}, "b": {"dtype": "bfloat16", "data": str(tmp_path / "no.jsonl")}})
+    configs = variant_configs(study, config.model, options_of(config, max_steps=1))
+    refused("^b: the data file .*no.jsonl' does not exist", run_study, study, configs)
+    assert not (configs["a"].run_dir / "checkpoints").exists()
 
 
 def test_the_variants_of_a_study_share_their_commits(config, pushes):

@@ -226,7 +226,8 @@ def test_best_is_not_replaced_unless_it_holds_gates(config: TrainConfig, tmp_pat
     best = Path(shutil.copytree(config.model, tmp_path / "run/best"))
     config = replace(config, output_dir=str(tmp_path / "run"), max_steps=1)
     refused("best has chat_template.jinja and would be replaced by gates", run_distillation, config)
-    refused("init_gates is best/ of output_dir", run_distillation, replace(config, init_gates=str(best)))
+    for place in (best, best.parent):
+        refused("init_gates lies in output_dir", run_distillation, replace(config, init_gates=str(place)))
     assert (best / "model.safetensors").is_file()
     shutil.rmtree(best)
     run_distillation(config)

@@ -175,7 +175,12 @@ def test_a_pack_that_is_not_finite_is_left_out_and_counted(config, monkeypatch):
     poisoned(monkeypatch, set(range(1000)))
     many = replace(config, max_steps=100, packs_per_step=8, output_dir=f"{config.output_dir}-many")
     refused(f"more than {NON_FINITE_LIMIT} is too many", run_distillation, many)
-    assert all(math.isfinite(log.loss) and math.isfinite(log.grad_norm) for log in heard.steps)
+    poisoned(monkeypatch, {3, 4})
+    ended = replace(config, max_steps=2, packs_per_step=2, output_dir=f"{config.output_dir}-last")
+    refused("no pack of the last step is left", run_distillation, ended)
+    assert not (ended.run_dir / "gate_model.safetensors").exists()
+    assert [math.isfinite(log.loss) for log in heard.steps] == [True, True, False, True]
+    assert all(math.isfinite(log.grad_norm) for log in heard.steps)
     messages = [text for text in heard.messages if "no finite loss" in text]
     assert [text.split(" packs")[0] for text in messages] == ["step 1: 1 of 2", "step 3: 2 of 2"]
     assert "(3 in this run)" in messages[1]
@@ -254,6 +259,10 @@ def test_a_checkpoint_of_another_run_is_refused_before_long_work(config, model_d
     (copy / "gate_model.safetensors").touch()  # gates beside the model do not change it
     refused("data_fingerprint", run_distillation, config)
     rows.write_text("".join(texts))
+    given = (copy / "config.json").read_text()
+    (copy / "config.json").write_text(given.replace('"rope_theta": ', '"rope_theta": 1'))
+    refused("model_fingerprint", run_distillation, config)
+    (copy / "config.json").write_text(given)
     model = AutoModelForCausalLM.from_pretrained(copy)
     with torch.no_grad():
         model.model.norm.weight.mul_(1.01)
