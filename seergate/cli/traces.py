@@ -184,6 +184,8 @@ def _answer(options: argparse.Namespace, stack: ExitStack) -> None:
 def _locked(path: Path) -> Iterator[FileIO]:
     """Open the file of the rows to append to it, locked against other processes. An error leaves no empty file."""
     check_writable(path.parent)
+    if (record := record_path(path)).exists() and not path.exists():  # it may be another file of the user's
+        raise SeergateError(f"{record} exists, in which {path} would be described; remove it, or name another file")
     with path.open("ab+", buffering=0) as file:
         lock(file, path, "name another file")
         try:
@@ -191,7 +193,7 @@ def _locked(path: Path) -> Iterator[FileIO]:
         except BaseException:
             if not path.stat().st_size:
                 path.unlink()
-                record_path(path).unlink(missing_ok=True)
+                record.unlink(missing_ok=True)
             raise
 
 

@@ -125,9 +125,9 @@ class Rectification:
         at = layer.rows.lengths[:, None] - new + torch.arange(new, device=layer.device)
         rows[IDS].scatter_(1, at % slots, ids[:, -new:].to(layer.device).expand(batch, -1))
         rows[POSITIONS].scatter_(1, at % slots, positions.to(rows[POSITIONS]).expand(batch, -1))
-        # A row whose steps so far read everything is dense already.
-        every_layer = set(self.layers) <= set(self.method.dense_layers)
-        whole = [every_layer or self.method.reads_all(length) for length in layer.rows.resident]
+        # A row whose steps so far read everything is dense already. Rows that are rectified together count all steps.
+        every_layer, apart = set(self.layers) <= set(self.method.dense_layers), rows_are_independent(cache)
+        whole = [every_layer or (apart and self.method.reads_all(length)) for length in layer.rows.resident]
         spans = zip(rows[DENSE].tolist(), layer.rows.resident, whole, strict=True)
         dense = [end if all_read and done == end - new else done for done, end, all_read in spans]
         rows[DENSE] = torch.tensor(dense, device="cpu")

@@ -52,7 +52,7 @@ def check_continuation(layer: GatedLayer, mode: ForwardMode, new: int) -> None:
             "its tokens; start a new one"
         )
     is_prompt = not mode.dense and mode.decoded < new
-    if is_prompt and isinstance(layer.method, CompressingMethod) and any(layer.rows.resident):
+    if is_prompt and isinstance(layer.method, CompressingMethod) and any(layer.rows.total):
         raise SeergateError(
             f"the evicting method {layer.method.name!r} takes a prompt in one piece, then token by token; "
             "pass the whole conversation with a new cache"

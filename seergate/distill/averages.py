@@ -59,8 +59,8 @@ class Averages:
             pack[1] = ~finite
             sums += pack
         stops, non_finite, loss, tokens, rows, *rest = world.sum(sums).tolist()
-        finite_packs = packs - int(non_finite)
+        loss /= packs - int(non_finite) or math.nan
         values = torch.tensor(rest, dtype=torch.float64) / (rows or math.nan)  # nothing was measured
         recall = dict(zip(budgets, values[layers:].view(-1, layers, heads).tolist(), strict=True))
         kl_per_layer = values[:layers].tolist()
-        return cls(loss / (finite_packs or math.nan), int(tokens), int(non_finite), kl_per_layer, recall, stop=stops > 0)
+        return cls(loss, int(tokens), int(non_finite), kl_per_layer, recall, stop=stops > 0)

@@ -23,13 +23,20 @@ import torch
 from lm_eval.api.registry import register_model
 from lm_eval.models.huggingface import HFLM
 
-from seergate.errors import SeergateError, sentence
+from seergate.errors import SeergateError, did_you_mean, sentence
 from seergate.eval.harness import likelihoods
 from seergate.eval.settings import method_spec
 from seergate.models.attach import attach
 from seergate.models.gate_bank import GateBank
 from seergate.models.loading import load_base
 from seergate.pretrained import load_tokenizer
+
+HFLM_OPTIONS = (
+    *("backend", "truncation", "logits_cache", "max_length", "batch_size", "max_batch_size", "softmax_dtype"),
+    *("mixed_precision_dtype", "add_bos_token", "prefix_token_id", "think_end_token", "enable_thinking"),
+    *("chat_template_args", "trust_remote_code"),
+)
+"""Options of ``HFLM`` that affect a loaded model, and ``trust_remote_code``, which is for datasets."""
 
 
 @register_model("seergate")
@@ -44,7 +51,8 @@ class SeergateLM(HFLM):
         block_size: tokens per block, for methods that select blocks.
         device, dtype: device and dtype of the base model; the harness always requests a GPU, so ``device`` is ignored
             on machines without one.
-        **options: options of ``HFLM``.
+        revision: commit, branch or tag of the base model on the Hub.
+        **options: those options of ``HFLM`` that affect a loaded model (`HFLM_OPTIONS`).
     """
 
     def __init__(
@@ -56,14 +64,20 @@ class SeergateLM(HFLM):
         block_size: int | None = None,
         device: str | None = None,
         dtype: str | None = None,
+        revision: str | None = None,
         **options: Any,
     ) -> None:
+        known = ("gates", "method", "budget", "block_size", "device", "dtype", "revision", *HFLM_OPTIONS)
+        for name in options:
+            if name not in HFLM_OPTIONS:
+                raise SeergateError(f"the model seergate has no option {name!r}; {did_you_mean(name, known)}")
         spec = method_spec(method or ("gate" if gates else "dense"), budget, block_size)
         made = spec.method(None if gates is None else GateBank.from_pretrained(gates))
-        tokenizer = load_tokenizer(pretrained)
-        model = load_base(pretrained, device=device if torch.cuda.is_available() else None, dtype=dtype)
+        given = {} if revision is None else {"revision": revision}
+        tokenizer = load_tokenizer(pretrained, **given)
+        model = load_base(pretrained, device=device if torch.cuda.is_available() else None, dtype=dtype, **given)
         attach(model, made, correction=spec.correction)
-        super().__init__(pretrained=model, tokenizer=tokenizer, **options)
+        super().__init__(pretrained=model, tokenizer=tokenizer, **given, **options)
 
     def _loglikelihood_tokens(
         self,
@@ -73,6 +87,11 @@ class SeergateLM(HFLM):
     ) -> list[tuple[float, bool]]:
         """Score continuations by decoding them; the harness itself would score them in one dense forward pass."""
         room = self.max_length + 1  # the last token is predicted, but not read
+        for _, _, given in requests:
+            if not 1 <= len(given) < room:
+                raise SeergateError(
+                    f"a continuation has {len(given)} tokens; it must have 1 to {self.max_length} (max_length)"
+                )
         pairs = [((context + given)[-room : -len(given)], given) for _, context, given in requests]
         size = override_bs or (self.batch_size if isinstance(self.batch_size, int) else 1)
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)

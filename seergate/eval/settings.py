@@ -250,8 +250,11 @@ def method_spec(
     """
     budgets, defaults = ([] if value is None else [value] for value in (budget, default_budget))
     (spec,) = grid([method], budgets, block_size, default_budgets=defaults)
-    if budget is not None and spec.token_budget is None and limits_of(spec.name):
-        raise SeergateError(f"budget is {budget}; {method!r} already sets how much is read: leave one of them out")
+    if budget is not None and spec.token_budget is None and spec.name != "dense":
+        why = (
+            "already sets how much is read: leave one of them out" if limits_of(spec.name) else "takes no token budget"
+        )
+        raise SeergateError(f"budget is {budget}; {method!r} {why}")
     if block_size is not None and spec.block_size is None and "block_size" in option_names(spec.name):
         raise SeergateError(f"block_size is {block_size}; write {spec.name}:block_size={block_size}")
     if spec.uncalibrated:

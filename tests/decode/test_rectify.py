@@ -127,6 +127,29 @@ def test_a_cache_whose_rectification_failed_is_refused(family, lengths):
         rows.read(rows.logits[:, -1:].argmax(-1))
 
 
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("family", "options"),
+    [
+        ("qwen3", {}),
+        ("gemma3_text", {"num_hidden_layers": 4, "layer_types": ["full_attention", "sliding_attention"] * 2}),
+    ],
+)
+def test_a_row_does_not_depend_on_its_batch(family, options):
+    """One prompt is shorter than the budget, so its first steps read everything."""
+    model, prompts = tiny_model(family, **options).double(), [prompt(40, 1), prompt(2 * BLOCK - 5, 2)]
+    method = methods.Quest(block_size=BLOCK, token_budget=2 * BLOCK)
+    with seergate.attached(model, method, correction=Rectify(4)):
+        alone = [Decoding(model, ids, cache=DynamicCache(config=model.config)) for ids in prompts]
+        both = Decoding(model, **left_padded(prompts), cache=DynamicCache(config=model.config))
+        for i in range(24):
+            for row in alone:
+                row.read(prompt(1, i))
+            both.read(prompt(1, i).expand(2, -1))
+            for row, one in enumerate(alone):
+                torch.testing.assert_close(both.logits[row, -1], one.logits[0, -1])
+
+
 def test_a_cache_narrowed_to_some_rows(model):
     with seergate.attached(model, selector(model, "quest")):
         model(**left_padded([prompt(30, 1), prompt(20, 2)]), past_key_values=(cache := DynamicCache()))

@@ -29,6 +29,7 @@ def test_a_method_is_given_as_to_seergate_eval():
         (("h2o",), "'h2o' needs a token budget"),
         (("lazy_eviction:window=auto", 64), "window=auto is not calibrated here"),
         (("quest:budget_share=0.1", 128), "budget is 128; 'quest:budget_share=0.1' already sets how much is read"),
+        (("rpc", 128), "budget is 128; 'rpc' takes no token budget"),
         (("raas", 128, 32), "block_size is 32; write raas:block_size=32"),
     ):
         refused(message, method_spec, *given)

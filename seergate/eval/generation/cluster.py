@@ -167,7 +167,8 @@ class Cluster:
         except ray.exceptions.RayError as error:
             self.actors.remove(actor)
             if not self.actors:
-                raise SeergateError("all workers are lost; repeat the command to continue") from error
+                (*_, reason) = [type(error).__name__, *str(error).strip().splitlines()]
+                raise SeergateError(f"all workers are lost; repeat the command to continue ({reason})") from error
             return None
 
     def __enter__(self) -> Cluster:
