@@ -71,7 +71,7 @@ def draw(results: Path) -> Any:
     right.set(xlabel="rows decoded at once", ylabel="milliseconds per step")
     right.set_ylim(0)
     right.set_title(
-        f"SmolLM2-135M: {max(options['lengths']):,} tokens per row, {options['threads']} CPU cores", fontsize=11
+        f"SmolLM2-135M: up to {max(options['lengths']):,} tokens per row, {options['threads']} CPU cores", fontsize=11
     )
     right.legend(title=f"gates read {options['budget']:,} tokens", handlelength=3)
     for axes in (left, right):
