@@ -136,7 +136,7 @@ def model_positions(text: Any) -> int | None:
     own, rope = getattr(text, "max_position_embeddings", None), getattr(text, "rope_parameters", None) or {}
     if own is None:
         return None
-    return max(int(own), int(rope.get("factor", 1) * rope.get("original_max_position_embeddings", own)))
+    return max(int(own), int((rope.get("factor") or 1) * (rope.get("original_max_position_embeddings") or own)))
 
 
 def check_positions(text: Any, tokens: int, what: str) -> None:
@@ -214,6 +214,12 @@ def full_attention_modules(model: PreTrainedModel) -> list[tuple[int, nn.Module]
         for layer, attention in attention_modules(model)
         if has_full_attention(config, layer) and not getattr(attention, "is_kv_shared_layer", False)
     ]
+    for layer, attention in gated_layers:
+        if not hasattr(attention, "num_key_value_groups"):
+            raise SeergateError(
+                f"the attention of layer {layer} is a {type(attention).__name__}, not transformers' own; load the "
+                "model without what replaced it (such as PEFT's adaption prompts)"
+            )
     if not gated_layers:
         raise SeergateError(
             f"no layer of this {config.model_type} model has full attention (sliding_window is "

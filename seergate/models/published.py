@@ -214,9 +214,9 @@ def _skeleton(config: dict[str, Any], where: str) -> Any:
     dropped |= {"_attn_implementation_autoset", "_name_or_path", "use_flash_rope", "fused_norm"}
     kept = {key: value for key, value in config.items() if key not in dropped and not key.startswith("seerattn_")}
     scaling, theta = kept.pop("rope_scaling", None) or {}, kept.pop("rope_theta", None)
-    if theta is not None:  # as transformers 5 has it
+    if scaling or theta is not None:  # as transformers 5 has it
         kind = scaling.get("type", "default")  # the older name of "rope_type"
-        kept["rope_parameters"] = {"rope_type": kind, **scaling, "rope_theta": theta}
+        kept["rope_parameters"] = {"rope_type": kind, **scaling} | ({} if theta is None else {"rope_theta": theta})
     try:
         return skeleton(AutoConfig.for_model(config.get("model_type"), **kept))
     except SeergateError as error:

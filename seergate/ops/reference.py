@@ -256,6 +256,8 @@ def retained_attention(
                 if sinks is not None:
                     faded = torch.cat((faded, sinks[h].to(dtype)[None]))
                 output.append(faded.softmax(0)[: len(ages)] @ v[seen, h // group].to(dtype))
+    if not output:
+        return RetainedAttention(v.new_zeros(*q.shape[:2], v.shape[2]), log_beta.to(dtype))
     outputs = torch.stack(output).view(*q.shape[:2], v.shape[2])
     return RetainedAttention(outputs.to(v.dtype), torch.stack(weight_sums))
 
@@ -303,7 +305,8 @@ def retention_kl(
             counted += 1
             for g in range(kv_heads):
                 y, s = targets[token, g], scores[token, g].to(dtype)
-                kl = torch.special.xlogy(y, y / s) + torch.special.xlogy(1 - y, (1 - y) / (1 - s))
+                # without y / s, of which xlogy has no gradient at y = 0
+                kl = torch.xlogy(y, y) - torch.xlogy(y, s) + torch.xlogy(1 - y, 1 - y) - torch.xlogy(1 - y, 1 - s)
                 kl_per_head[g] += kl.detach()
                 total = total + kl
         for g in range(kv_heads):
@@ -439,10 +442,11 @@ def select_blocks(
                 picked = set([j for j in ranked if j not in always][: max(block_count - len(always), 0)])
             else:
                 first = min(sink_blocks, current)
-                probs = [0.0] * first + past_scores[first:].softmax(0).tolist()
+                past_probs = past_scores[first:].softmax(0)
+                probs, above = ([0.0] * first + x.tolist() for x in (past_probs, past_probs > (threshold or 0.0)))
                 ranked = [j for j in ranked if j not in always]
                 if threshold is not None:
-                    picked = {j for j in ranked if probs[j] > threshold}
+                    picked = {j for j in ranked if above[j]}  # compared in float32, as the scores are
                 else:
                     assert top_p is not None
                     picked, mass = set(), 0.0

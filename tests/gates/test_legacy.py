@@ -157,6 +157,8 @@ def test_scaled_rope_comes_along(key, published):
     expected = GateBank.for_model(model, GateConfig()).geometry
     assert geometry.attention_scaling == expected.attention_scaling != 1.0
     assert geometry.inv_freq == expected.inv_freq
+    set_entries(published / CONFIG, {"rope_theta": None})  # transformers' default
+    assert GateBank.from_pretrained(published).geometry.attention_scaling == expected.attention_scaling
 
 
 @pytest.mark.parametrize(

@@ -158,6 +158,19 @@ def test_a_tensor_parallel_model_is_refused(model):
     assert not hasattr(model, "_seergate_handle")
 
 
+def test_a_factor_of_null_is_that_of_the_lengths():
+    rope = {"rope_type": "yarn", "factor": None, "rope_theta": 1e4, "original_max_position_embeddings": 64}
+    config = tiny_model("qwen3", rope_parameters=rope, max_position_embeddings=256).config
+    assert families.model_positions(config) == 256
+
+
+def test_attention_of_another_kind_is_refused():
+    """As PEFT's adaption prompts put it around the model's own."""
+    model = tiny_model("qwen3")
+    model.model.layers[1].self_attn = torch.nn.Identity()
+    refused("attention of layer 1 is a Identity, not transformers' own", seergate.attach, model, "dense")
+
+
 def test_gate_frequencies_are_the_models_own_at_its_width_and_plain_at_another():
     scaling = {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0, "original_max_position_embeddings": 1024}
     model = tiny_model("qwen3", rope_parameters=scaling)

@@ -36,9 +36,10 @@ def test_against_the_reference(lengths, group, options, monkeypatch):
     torch.testing.assert_close(narrow.output.double(), results[0][0], rtol=1e-4, atol=1e-5)
 
 
-def test_an_empty_pack_is_one_as_for_ordinary_attention():
+@BOTH
+def test_an_empty_pack_is_one_as_for_ordinary_attention(attend):
     (q, k, v, log_beta), borders = pack([0])
-    output, weight_sums = ops.retained_attention(q, k, v, log_beta, borders)
+    output, weight_sums = attend(q, k, v, log_beta, borders)
     assert output.shape == ops.packed_attention(q, k, v, borders).output.shape and weight_sums.shape == log_beta.shape
 
 

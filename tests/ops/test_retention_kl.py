@@ -46,6 +46,18 @@ def test_a_long_pack_in_chunks(monkeypatch):
 
 
 @BOTH
+def test_targets_of_0_and_1_have_gradients(retention_kl):
+    q, k = (
+        torch.full((4, 1, 1), 20.0),
+        torch.tensor([20.0, -20.0, 0.0, 0.0]).view(4, 1, 1),
+    )  # the first gets everything
+    scores = torch.full((4, 1), 0.3, requires_grad=True)
+    loss, _ = retention_kl(q, k, scores, torch.tensor([0, 4]), 1, sm_scale=1.0)
+    (gradient,) = torch.autograd.grad(loss, scores)
+    assert gradient.flatten().tolist() == pytest.approx([-1 / 0.3 / 3, 1 / 0.7 / 3, 1 / 0.7 / 3, 0.0])
+
+
+@BOTH
 def test_by_hand(retention_kl):
     """Three tokens, rows see the scores [0], [0, ln 3] and [ln 2, 0, 0]: of distance 1, token 0 gets at most 1/2."""
     q = torch.tensor([[[1.0, 0.0, 0.0]], [[0.0, 1.0, 0.0]], [[0.0, 0.0, 1.0]]])

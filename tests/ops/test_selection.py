@@ -70,6 +70,7 @@ def test_ties_go_to_the_lower_index(select_blocks):
     assert picked == [*range(len(picked) - 1), 599]
     tenths = torch.zeros(1, 1, 11)  # 0.3 in fp32 is more than three times 0.1
     assert blocks(select_blocks(tenths, torch.tensor([11]), block_size=1, top_p=0.3)) == [[[0, 1, 2, 10]]]
+    assert blocks(select_blocks(tenths, torch.tensor([11]), block_size=1, threshold=0.1)) == [[[10]]]
     quarters = torch.zeros(1, 1, 5)
     for rule, expected in (({"top_p": 0.5}, [0, 1, 4]), ({"threshold": 0.25}, [4])):  # strictly greater
         assert blocks(select_blocks(quarters, torch.tensor([5]), block_size=1, **rule)) == [[expected]]
