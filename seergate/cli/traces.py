@@ -184,8 +184,9 @@ def _answer(options: argparse.Namespace, stack: ExitStack) -> None:
 def _locked(path: Path) -> Iterator[FileIO]:
     """Open the file of the rows to append to it, locked against other processes. An error leaves no empty file."""
     check_writable(path.parent)
-    if (record := record_path(path)).exists() and not path.exists():  # it may be another file of the user's
-        raise SeergateError(f"{record} exists, in which {path} would be described; remove it, or name another file")
+    record, empty = record_path(path), not path.exists() or not path.stat().st_size
+    if empty and record.exists() and not _is_record(record):
+        raise SeergateError(f"{record} would be replaced by the settings of {path}; name another file")
     with path.open("ab+", buffering=0) as file:
         lock(file, path, "name another file")
         try:
@@ -195,6 +196,16 @@ def _locked(path: Path) -> Iterator[FileIO]:
                 path.unlink()
                 record.unlink(missing_ok=True)
             raise
+
+
+def _is_record(path: Path) -> bool:
+    """Whether a file was written by this command."""
+    from seergate.yaml_file import read_yaml
+
+    try:
+        return read_yaml(path).keys() >= {"prompts", "method"}
+    except SeergateError:
+        return False
 
 
 def record_path(path: Path) -> Path:

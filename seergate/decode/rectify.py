@@ -85,6 +85,8 @@ class Rectification:
         # A chunk that attends densely must not build on sparse tokens.
         due = 1 if decoded < new else self.every
         if not rows_are_independent(cache):
+            if max(sparse) >= due and all(map(self.method.reads_all, layer.rows.resident)):  # so have all steps so far
+                layer.state.rows[DENSE], sparse = torch.tensor(layer.rows.resident, device="cpu"), [0] * len(sparse)
             _record_past(cache, nothing_pending=not any(sparse))
             sparse = [max(sparse)] * len(sparse)
         for count in sorted({count for count in sparse if count >= due}):

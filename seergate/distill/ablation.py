@@ -16,6 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from seergate.config import is_retention
 from seergate.distill.config import TrainConfig, load_train_config, overridden
 from seergate.errors import SeergateError, did_you_mean
 from seergate.escaping import markdown_text
@@ -34,8 +35,9 @@ NOTES = {
         *("seed", "data", "data_config", "data_split", "data_column", "data_revision", "data_limit", "over_length"),
         *("chain_sum_variables", "chat_template", "model", "max_length", "eval_packs", "block_size", "sink_blocks"),
     ): "The held-out packs of the variants may differ.",
+    ("anchors",): "KL and recall are means over the gated layers, which differ.",
     ("row_start",): "Without eval_row_start, variants with another row_start are evaluated on other rows.",
-    ("row_stride",): "Variants with another row_stride are evaluated on other rows.",
+    ("row_stride", "eval_row_start"): "The variants are evaluated on other rows.",
 }
 """Options in which variants differ -> what then limits the comparison."""
 
@@ -155,7 +157,7 @@ def run_studies(chosen: Sequence[tuple[Study, Mapping[str, TrainConfig]]]) -> li
         )
     for name, config in (run for runs in groups.values() if len(groups) > 1 for run in runs.items()):
         try:
-            prepare_run(config)  # all runs are checked before the first one trains
+            prepare_run(config)  # a missing model or data file is found before the first one trains
         except SeergateError as error:
             raise SeergateError(f"{name}: {error}") from error
     for runs in groups.values():
@@ -221,6 +223,7 @@ def table(study: Study, outcomes: list[Outcome]) -> str:
     text = markdown(heads, rows)
     varied = {option for given in study.variants.values() for option in given}
     varied -= {"row_start"} if "eval_row_start" in study.options else set()
+    varied -= set() if any(is_retention(given.get("scorer", "")) for given in study.variants.values()) else {"scorer"}
     text += "".join(f"\n\n{note}" for options, note in NOTES.items() if varied.intersection(options))
     if any(share == 0 for outcome in outcomes for share in outcome.recall.values()):
         text += "\n\nA budget of one block is the current block, which is always read: nothing is left to recall with."

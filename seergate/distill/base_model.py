@@ -18,6 +18,7 @@ from seergate.checks import is_int, is_number
 from seergate.distill.config import MAX_LENGTH, TrainConfig
 from seergate.distill.distributed import DistributedState
 from seergate.errors import SeergateError, did_you_mean, first_line, how_to_install
+from seergate.fingerprint import rope_of
 from seergate.gates.files import WEIGHTS_FILE
 from seergate.models.families import (
     decoder_of,
@@ -175,6 +176,7 @@ class CheckedModel:
 
     Attributes:
         fingerprint: fingerprint of a local model's weights, or revision of a Hub model.
+        rope: its RoPE parameters.
         why_one_sample: the reason if a pack may hold only one sample; ``None`` if it holds as many as fit.
         gates: the gates of ``init_gates``; ``None`` if the run trains fresh gates.
         max_length: tokens per pack, limited to the model's positions.
@@ -183,6 +185,7 @@ class CheckedModel:
     """
 
     fingerprint: str | None
+    rope: Any
     why_one_sample: str | None
     gates: GateBank | None
     max_length: int
@@ -202,7 +205,7 @@ def check_model(path: str, config: TrainConfig) -> CheckedModel:
     gates = given_gates(config, fresh_gates(config, bare))
     weights = _fingerprint(Path(path)) or config.revision
     why_one, vocabulary = why_one_sequence(text_config(bare)), bare.get_input_embeddings().num_embeddings
-    return CheckedModel(weights, why_one, gates, length, head_dim_of(bare), vocabulary)
+    return CheckedModel(weights, rope_of(bare), why_one, gates, length, head_dim_of(bare), vocabulary)
 
 
 def load_frozen(path: str, config: TrainConfig, world: DistributedState, headless: bool = True) -> PreTrainedModel:
@@ -321,8 +324,7 @@ def _offloading(config: TrainConfig, world: DistributedState) -> dict[str, Any]:
 
 
 def _fingerprint(path: Path) -> str | None:
-    """Hash a local model's ``config.json``, and the size and the first and last megabyte of each of its weight files;
-    ``None`` for a Hub id.
+    """Hash the size and the first and last megabyte of each of a local model's weight files; ``None`` for a Hub id.
 
     Reading a large model in full would take minutes, and retrained weights differ everywhere.
     """
@@ -331,8 +333,7 @@ def _fingerprint(path: Path) -> str | None:
     file = gguf_file(path)
     weights = (p for p in path.iterdir() if p.suffix in (".safetensors", ".bin"))
     files = [p for p in weights if p.name != WEIGHTS_FILE] if file is None else [file]  # gates may be beside them
-    config = path / "config.json"  # it has the parameters of RoPE
-    digest = hashlib.blake2b(config.read_bytes() if config.is_file() else b"", digest_size=8)
+    digest = hashlib.blake2b(digest_size=8)
     for file in sorted(files):
         size = file.stat().st_size
         digest.update(f"{file.name}/{size}/".encode())

@@ -116,6 +116,8 @@ def check_same_run(path: Path, recorded: Mapping[str, Any], current: Mapping[str
     for name in sorted(recorded.keys() | current.keys(), key=lambda name: (name.endswith("_fingerprint"), name)):
         if name in REVISIONS and not COMMIT.fullmatch(str(recorded.get(name))):
             continue  # the commit was unknown; the fingerprints are compared instead
+        if name == "model_rope" and name not in recorded:
+            continue  # as in earlier versions
         made_with, requested = (run.get(name, LEGACY_DEFAULTS.get(name)) for run in (recorded, current))
         if name == "data" and Path(str(requested)).exists() and Path(str(requested)).name == Path(str(made_with)).name:
             continue  # another way to write the path, or a moved file, whose contents are in the data's fingerprint

@@ -19,16 +19,16 @@ step and stops. A second Ctrl-C stops at once.
 class Stopped(CommonError):
     """Raised when a run has saved a checkpoint after a stop signal; ``signal`` is the number of the signal."""
 
-    def __init__(self, when: str, number: int) -> None:
+    def __init__(self, when: str, number: int, resumes: bool) -> None:
         super().__init__(
-            f"stopped by {signal.Signals(number).name} {when}, which is saved; the same command continues, without "
-            "--no-resume"
+            f"stopped by {signal.Signals(number).name} {when}, which is saved; the same command"
+            f"{'' if resumes else ', without --no-resume,'} continues"
         )
         self.signal = number
 
 
 @contextmanager
-def stop_requests(tells: bool) -> Iterator[set[int]]:
+def stop_requests(tells: bool, resumes: bool = True) -> Iterator[set[int]]:
     """Collect the numbers of the `STOP_SIGNALS` that this process receives during the ``with`` block. With ``tells``,
     the first Ctrl-C prints a message. Signals that the process ignores, as a background process ignores Ctrl-C, stay
     ignored.
@@ -56,4 +56,4 @@ def stop_requests(tells: bool) -> Iterator[set[int]]:
         for number, handler in before.items():
             signal.signal(number, handler)
     if received:
-        raise Stopped("after the last step", max(received))
+        raise Stopped("after the last step", max(received), resumes)

@@ -100,7 +100,7 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]], *, 
                 base = run.prepare(base, sharded, headless=not through_model, shows_steps=not shown)
                 shown |= run.done < run.config.max_steps
         expect_steps()
-        with stop_requests(world.is_main) as requested:
+        with stop_requests(world.is_main, all(run.config.resume for run in members)) as requested:
             _train(members, requested)
         for run in members:
             run.finish()
@@ -129,7 +129,7 @@ def _train(runs: list[Run], requested: set[int]) -> None:
 
     def stopped(done: int) -> Stopped:
         number = int(world.from_main(lambda: max(requested, default=0)) or signal.SIGTERM)
-        return Stopped(f"after step {done} of {last}", number)
+        return Stopped(f"after step {done} of {last}", number, all(run.config.resume for run in runs))
 
     for run, evaluation in _evaluate([run for run in runs if run.lacks_evaluation()]).items():
         stop |= run.evaluated(run.done - 1, evaluation, bool(requested))

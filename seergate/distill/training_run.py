@@ -69,8 +69,6 @@ LOCK = ".lock"
 NON_FINITE_LIMIT = 20
 """Maximum number of packs that a run may leave out because their loss or gradient is not finite."""
 
-DIVERGED = "If the gates diverged, so did those of the checkpoints: use a smaller learning_rate and --no-resume"
-
 
 def scheduled_rate(config: TrainConfig, step: int) -> float:
     """Return the learning rate of a step, from 0: linear warm-up to ``learning_rate``, then cosine to ``min_lr``."""
@@ -214,6 +212,8 @@ class Run:
 
     def finish(self) -> None:
         """Write the adapter and, with ``push_to_hub``, upload it. If the upload fails, the adapter is still saved."""
+        if self.progress.non_finite and self.progress.final_kl is None:
+            self._say("no pack of the last step gave a finite loss: the gates may have diverged")
         self.world.from_main(lambda: self._export(self.dir))
         repo = self.config.push_to_hub
         if repo is None or not self.world.is_main:
@@ -224,8 +224,9 @@ class Run:
             address = GateBank.from_pretrained(self.dir).push_to_hub(repo)
         except Exception as error:  # network and server errors of any type end the run with one sentence
             raise SeergateError(
-                f"the gates are trained and saved in {self.dir}, but not uploaded to {repo}: {first_line(error)}; the "
-                "same command uploads them without training again, without --no-resume"
+                f"the gates are trained and saved in {self.dir}, but not uploaded to {repo}: {first_line(error)}; "
+                f"the same command{'' if self.config.resume else ', without --no-resume,'} uploads them without "
+                "training again"
             ) from error
         self._say(f"uploaded: {address}")
 
@@ -261,8 +262,9 @@ class Run:
     def _shaping(self) -> dict[str, Any]:
         """Return the options and fingerprints, except the data's, that must be equal to resume from a checkpoint."""
         scale = {"loss_scale": PUBLISHED_SCALE} if self.config.reduction == "published" else {}
-        seen = {"model_fingerprint": self.model.fingerprint, "init_gates_fingerprint": self._gates_fingerprint()}
-        return {**self.config.result_shaping(), **scale, **seen}
+        model = {"model_fingerprint": self.model.fingerprint, "model_rope": self.model.rope}
+        gates = {"init_gates_fingerprint": self._gates_fingerprint()}
+        return {**self.config.result_shaping(), **scale, **model, **gates}
 
     def _gates_fingerprint(self) -> str | None:
         return None if self.model.gates is None else fingerprint(self.model.gates)
@@ -334,11 +336,11 @@ class Run:
                 f"step {step + 1}: {means.non_finite} of {config.packs_per_step} packs gave no finite loss and "
                 f"gradient and were left out ({progress.non_finite} in this run)"
             )
-            name = f"{self.name}: " if self.name else ""
             if progress.non_finite > NON_FINITE_LIMIT:
-                raise CommonError(f"{name}{text}; more than {NON_FINITE_LIMIT} is too many. {DIVERGED}")
-            if step + 1 == config.max_steps and means.non_finite == config.packs_per_step:
-                raise CommonError(f"{name}{text}; no pack of the last step is left. {DIVERGED}")
+                raise CommonError(
+                    f"{self.name + ': ' if self.name else ''}{text}; more than {NON_FINITE_LIMIT} is too many. If "
+                    "the gates have diverged, start over with a smaller learning_rate; else leave out these data"
+                )
             self._say(text)
         # AdamW's momentum would move the gates even if no pack gave a gradient.
         lr = scheduled_rate(config, step) if means.non_finite < config.packs_per_step else 0.0

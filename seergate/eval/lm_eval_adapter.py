@@ -32,9 +32,8 @@ from seergate.models.loading import load_base
 from seergate.pretrained import load_tokenizer
 
 HFLM_OPTIONS = (
-    *("backend", "truncation", "logits_cache", "max_length", "batch_size", "max_batch_size", "softmax_dtype"),
-    *("mixed_precision_dtype", "add_bos_token", "prefix_token_id", "think_end_token", "enable_thinking"),
-    *("chat_template_args", "trust_remote_code"),
+    *("backend", "truncation", "max_length", "batch_size", "max_batch_size", "mixed_precision_dtype", "add_bos_token"),
+    *("prefix_token_id", "think_end_token", "enable_thinking", "chat_template_args", "trust_remote_code"),
 )
 """Options of ``HFLM`` that affect a loaded model, and ``trust_remote_code``, which is for datasets."""
 
@@ -67,13 +66,13 @@ class SeergateLM(HFLM):
         revision: str | None = None,
         **options: Any,
     ) -> None:
-        known = ("gates", "method", "budget", "block_size", "device", "dtype", "revision", *HFLM_OPTIONS)
+        known = ("pretrained", "gates", "method", "budget", "block_size", "device", "dtype", "revision", *HFLM_OPTIONS)
         for name in options:
             if name not in HFLM_OPTIONS:
-                raise SeergateError(f"the model seergate has no option {name!r}; {did_you_mean(name, known)}")
+                raise SeergateError(f"{name!r} has no effect on the model seergate; {did_you_mean(name, known)}")
         spec = method_spec(method or ("gate" if gates else "dense"), budget, block_size)
         made = spec.method(None if gates is None else GateBank.from_pretrained(gates))
-        given = {} if revision is None else {"revision": revision}
+        given = {} if revision is None else {"revision": str(revision)}
         tokenizer = load_tokenizer(pretrained, **given)
         model = load_base(pretrained, device=device if torch.cuda.is_available() else None, dtype=dtype, **given)
         attach(model, made, correction=spec.correction)

@@ -217,8 +217,8 @@ def full_attention_modules(model: PreTrainedModel) -> list[tuple[int, nn.Module]
     for layer, attention in gated_layers:
         if not hasattr(attention, "num_key_value_groups"):
             raise SeergateError(
-                f"the attention of layer {layer} is a {type(attention).__name__}, not transformers' own; load the "
-                "model without what replaced it (such as PEFT's adaption prompts)"
+                f"layer {layer} has {type(attention).__name__} as its attention, which is not transformers' own; load "
+                "the model without what replaced it (such as PEFT's adaption prompts)"
             )
     if not gated_layers:
         raise SeergateError(

@@ -97,6 +97,12 @@ def test_generate_against_a_loop_that_reads_tokens_again(model):
     ],
 )
 def test_steps_that_read_everything_are_not_rectified(model, options, length, passes):
+    sliding = tiny_model("gemma3_text")
+    with seergate.attached(
+        sliding, methods.Quest(block_size=BLOCK, token_budget=128), correction=Rectify(4)
+    ) as handle:
+        sliding.generate(prompt(length), max_new_tokens=26, prompt_lookup_num_tokens=3)
+        assert handle.stats()["rectification"]["passes"] == 0
     with seergate.attached(model, gates(model), DecodeConfig(**options), correction=Rectify(4)) as handle:
         model.generate(prompt(length), max_new_tokens=26)
         assert handle.stats()["rectification"] == {"every": 4, "passes": passes, "tokens": 4 * passes}

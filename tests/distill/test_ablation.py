@@ -58,8 +58,12 @@ def test_a_study_ends_in_a_table_and_goes_on_where_it_stopped(config, monkeypatc
     said = "The held-out packs of the variants may differ."
     seeds = Study("seeds", {}, {"max": {"seed": 0}, "all three": {"seed": 1}})
     assert said in table(seeds, first) and said not in table(study, first)
-    for options, other in (({"scorer": "trim_kv"}, "Retention gates"), ({"row_stride": 64}, "another row_stride")):
+    for options, other in (
+        ({"scorer": "trim_kv"}, "Retention gates"),
+        ({"row_stride": 64}, "evaluated on other rows"),
+    ):
         assert other in table(Study("s", {}, {"a": options}), first) and other not in table(seeds, first)
+    assert "Retention" not in table(load_study("scorer"), first)
 
     (configs["max"].run_dir / "gate_model.safetensors").write_bytes(b"half")
     seen = watched_steps(monkeypatch)

@@ -177,8 +177,8 @@ def test_a_pack_that_is_not_finite_is_left_out_and_counted(config, monkeypatch):
     refused(f"more than {NON_FINITE_LIMIT} is too many", run_distillation, many)
     poisoned(monkeypatch, {3, 4})
     ended = replace(config, max_steps=2, packs_per_step=2, output_dir=f"{config.output_dir}-last")
-    refused("no pack of the last step is left", run_distillation, ended)
-    assert not (ended.run_dir / "gate_model.safetensors").exists()
+    _, late = trained(ended)
+    assert "no pack of the last step gave a finite loss" in late.messages[-1]
     assert [math.isfinite(log.loss) for log in heard.steps] == [True, True, False, True]
     assert all(math.isfinite(log.grad_norm) for log in heard.steps)
     messages = [text for text in heard.messages if "no finite loss" in text]
@@ -261,7 +261,7 @@ def test_a_checkpoint_of_another_run_is_refused_before_long_work(config, model_d
     rows.write_text("".join(texts))
     given = (copy / "config.json").read_text()
     (copy / "config.json").write_text(given.replace('"rope_theta": ', '"rope_theta": 1'))
-    refused("model_fingerprint", run_distillation, config)
+    refused("model_rope=.* and this run has", run_distillation, config)
     (copy / "config.json").write_text(given)
     model = AutoModelForCausalLM.from_pretrained(copy)
     with torch.no_grad():

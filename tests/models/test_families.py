@@ -168,7 +168,7 @@ def test_attention_of_another_kind_is_refused():
     """As PEFT's adaption prompts put it around the model's own."""
     model = tiny_model("qwen3")
     model.model.layers[1].self_attn = torch.nn.Identity()
-    refused("attention of layer 1 is a Identity, not transformers' own", seergate.attach, model, "dense")
+    refused("layer 1 has Identity as its attention", seergate.attach, model, "dense")
 
 
 def test_gate_frequencies_are_the_models_own_at_its_width_and_plain_at_another():
