@@ -140,6 +140,10 @@ def test_scored_tasks_of_lm_eval_are_decoded_sparsely(tmp_path, monkeypatch):
         chosen = [[float(answer[0]) for answer in each["filtered_resps"]] for each in results["samples"]["choices"]]
         return chosen, results["results"]["rolling"]["word_perplexity,none"]
 
+    for options, why in (({"peft": "a"}, "'peft' has no effect"), ({"bugdet": 7}, "'bugdet' has no effect.*budget")):
+        refused(why, SeergateLM, model, **options)
+    short = SeergateLM(model, method="dense", max_length=8)
+    refused("a continuation has 9 tokens", short._loglikelihood_tokens, [(None, [4], list(range(9)))])
     theirs = evaluated(HFLM(pretrained=model, device="cpu"))
     dense = evaluated(SeergateLM(model, method="dense"))
     torch.testing.assert_close(torch.tensor(dense[0]), torch.tensor(theirs[0]), atol=1e-4, rtol=1e-4)
