@@ -30,8 +30,8 @@ class Stopped(CommonError):
 @contextmanager
 def stop_requests(tells: bool, resumes: bool = True) -> Iterator[set[int]]:
     """Collect the numbers of the `STOP_SIGNALS` that this process receives during the ``with`` block. With ``tells``,
-    the first Ctrl-C prints a message. Signals that the process ignores, as a background process ignores Ctrl-C, stay
-    ignored.
+    the first Ctrl-C prints a message; without ``resumes``, the same command would start over. Signals that the
+    process ignores, as a background process ignores Ctrl-C, stay ignored.
 
     Raises:
         Stopped: at the end of the block, if a signal came too late for a step to take notice of it.
