@@ -28,7 +28,7 @@ class Stopped(CommonError):
 
 
 @contextmanager
-def stop_requests(tells: bool, resumes: bool = True) -> Iterator[set[int]]:
+def stop_requests(tells: bool, resumes: bool) -> Iterator[set[int]]:
     """Collect the numbers of the `STOP_SIGNALS` that this process receives during the ``with`` block. With ``tells``,
     the first Ctrl-C prints a message; without ``resumes``, the same command would start over. Signals that the
     process ignores, as a background process ignores Ctrl-C, stay ignored.

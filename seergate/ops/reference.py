@@ -443,14 +443,12 @@ def select_blocks(
             else:
                 first = min(sink_blocks, current)
                 past_probs = past_scores[first:].softmax(0)
-                probs, above = ([0.0] * first + x.tolist() for x in (past_probs, past_probs > (threshold or 0.0)))
-                ranked = [j for j in ranked if j not in always]
-                if threshold is not None:
-                    picked = {j for j in ranked if above[j]}  # compared in float32, as the scores are
+                if threshold is not None:  # compared in float32, as the scores are
+                    picked = {first + j for j, above in enumerate((past_probs > threshold).tolist()) if above}
                 else:
                     assert top_p is not None
-                    picked, mass = set(), 0.0
-                    for j in ranked:
+                    probs, picked, mass = [0.0] * first + past_probs.tolist(), set(), 0.0
+                    for j in [j for j in ranked if j not in always]:
                         if mass >= top_p:
                             break
                         picked.add(j)

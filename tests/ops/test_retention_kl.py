@@ -47,10 +47,8 @@ def test_a_long_pack_in_chunks(monkeypatch):
 
 @BOTH
 def test_targets_of_0_and_1_have_gradients(retention_kl):
-    q, k = (
-        torch.full((4, 1, 1), 20.0),
-        torch.tensor([20.0, -20.0, 0.0, 0.0]).view(4, 1, 1),
-    )  # the first gets everything
+    q = torch.full((4, 1, 1), 20.0)
+    k = torch.tensor([20.0, -20.0, 0.0, 0.0]).view(4, 1, 1)  # the first gets everything
     scores = torch.full((4, 1), 0.3, requires_grad=True)
     loss, _ = retention_kl(q, k, scores, torch.tensor([0, 4]), 1, sm_scale=1.0)
     (gradient,) = torch.autograd.grad(loss, scores)
