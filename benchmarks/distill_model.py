@@ -48,7 +48,7 @@ from seergate.distill.base_model import load_frozen
 from seergate.distill.distributed import DistributedState
 from seergate.distill.engines import PlainEngine
 from seergate.distill.estimate import make_plan
-from seergate.distill.losses import teacher_forward
+from seergate.distill.losses import block_loss, teacher_forward
 from seergate.distill.memory import WORKING_BYTES
 from seergate.models import families
 from seergate.models.packed_forward import TeacherCall
@@ -85,7 +85,7 @@ class Resident:
         return in_memory("VmRSS")
 
 
-class Materialising(teacher_forward.BlockLoss):
+class Materialising(block_loss.BlockLoss):
     """The loss as in the published code: no gradients in the forward pass, and one autograd graph over all layers."""
 
     def learn(self, call: TeacherCall, lse_TH: Tensor) -> None:
@@ -106,7 +106,7 @@ class Materialising(teacher_forward.BlockLoss):
 @contextmanager
 def lessons_watched(resident: Resident, sizes: list[int]) -> Iterator[None]:
     """Append to ``sizes`` the peak bytes of each layer's `learn`, above the memory when it begins."""
-    kind = teacher_forward.BlockLoss
+    kind = block_loss.BlockLoss
     teach = kind.learn
 
     def watched(self: Any, *args: Any) -> None:
@@ -170,7 +170,7 @@ def make_step(run: TrainConfig, way: str) -> Callable[[torch.Tensor, torch.Tenso
     bank = GateBank.for_model(model, run.gates(families.head_dim_of(model)))
     if way == "materialised":
         bank = bank.to(getattr(torch, run.dtype))  # as published
-        teacher_forward.BlockLoss = Materialising  # type: ignore[misc]  # in this process only
+        block_loss.BlockLoss = Materialising  # type: ignore[misc]  # in this process only
     engine = PlainEngine(bank, run, world)
 
     def step(ids: torch.Tensor, borders: torch.Tensor) -> float:

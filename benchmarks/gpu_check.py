@@ -488,7 +488,8 @@ def lesson_times() -> Iterator[Row]:
     """Time training of one layer of Qwen3-8B's shape, gates in fp32: loss and gradients, and a whole step."""
     import distill
 
-    from seergate.distill.losses.teacher_forward import BlockLoss, distill_step
+    from seergate.distill.losses.block_loss import BlockLoss
+    from seergate.distill.losses.teacher_forward import distill_step
     from seergate.models import families
 
     length, block = sizes((32768, 64), (64, 16))
@@ -535,7 +536,8 @@ def train() -> Iterator[Row]:
     import seergate
     from seergate.distill import load_train_config
     from seergate.distill.base_model import compile_elementwise
-    from seergate.distill.losses.teacher_forward import distill_step, positions_of
+    from seergate.distill.losses.distill_loss import positions_of
+    from seergate.distill.losses.teacher_forward import distill_step
     from seergate.distill.memory import estimate_memory
     from seergate.models import families
     from seergate.models.packed_forward import TeacherCall, intercepted_attention

@@ -38,7 +38,7 @@ class ScorerKind:
     """
 
     gate: str | type
-    loss: str | type = "seergate.distill.losses.teacher_forward:BlockLoss"
+    loss: str | type = "seergate.distill.losses.block_loss:BlockLoss"
     retention: bool = False
     end_to_end: bool = False
     poolings: bool = False

@@ -31,8 +31,7 @@ from seergate.cache.rows import Rows
 from seergate.cache.storage import DynamicStorage, KVBackend, Storage, token_bytes
 from seergate.checks import check, is_int
 from seergate.errors import SeergateError
-from seergate.methods.base import LayerState, Method, Step
-from seergate.methods.evicting import AttentionOutput
+from seergate.methods.base import AttentionOutput, LayerState, Method, Step
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod
 from seergate.ops import Selection
 from seergate.ops.selection import UNBOUNDED

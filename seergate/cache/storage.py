@@ -21,8 +21,8 @@ from transformers import PreTrainedModel
 from seergate import ops
 from seergate.cache.forward import ForwardContext
 from seergate.cache.rows import Rows
-from seergate.methods.base import LayerState, Method, Step
-from seergate.methods.evicting import AttentionOutput, Eviction, compact, trimmed
+from seergate.methods.base import AttentionOutput, LayerState, Method, Step
+from seergate.methods.evicting import Eviction, compact, trimmed
 from seergate.methods.selecting import PerHeadSelection
 from seergate.ops import Selection
 

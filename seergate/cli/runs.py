@@ -58,9 +58,9 @@ def _regrade_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _regrade(options: argparse.Namespace) -> None:
-    from seergate.distill.distributed import available_cores
     from seergate.eval.regrade import regrade
     from seergate.eval.store import run_directories
+    from seergate.resources import available_cores
 
     check_counts(options, optional=True, processes=1)
     options.processes = options.processes or available_cores()

@@ -13,8 +13,7 @@ from torch import Tensor
 
 from seergate.cache.layer import GatedLayer
 from seergate.cache.storage import token_bytes
-from seergate.methods.base import Step
-from seergate.methods.evicting import AttentionOutput
+from seergate.methods.base import AttentionOutput, Step
 from seergate.methods.selecting import PerHeadSelection, SelectingState
 from seergate.ops import Selection, backend
 

@@ -19,8 +19,8 @@ from seergate.decode.stats import DecodeStats, StepRecord
 from seergate.decode.trace import Trace
 from seergate.errors import SeergateError
 from seergate.inference_mode import outside_inference_mode
-from seergate.methods.base import Step
-from seergate.methods.evicting import AttentionOutput, CompressingMethod, CompressingState
+from seergate.methods.base import AttentionOutput, Step
+from seergate.methods.evicting import CompressingMethod, CompressingState
 from seergate.methods.scoring import attend_and_weigh, log_probabilities
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod, on_device
 from seergate.ops import Selection

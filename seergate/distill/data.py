@@ -17,7 +17,6 @@ import numpy as np
 from torch import Tensor
 
 from seergate.distill.config import TrainConfig
-from seergate.distill.distributed import available_cores
 from seergate.distill.formatting import TEMPLATES, Formatter, MalformedRow, TrainingText, question
 from seergate.distill.packing import pack, packed
 from seergate.distill.sources import RAW, no_rows, open_source
@@ -25,6 +24,7 @@ from seergate.durable import check_writable, naming
 from seergate.errors import SeergateError
 from seergate.json_file import read_json_text
 from seergate.progress import working
+from seergate.resources import available_cores
 
 if TYPE_CHECKING:
     from datasets import Dataset

@@ -19,6 +19,7 @@ import torch
 import torch.distributed as dist
 
 from seergate.errors import SeergateError, first_line, sentence
+from seergate.resources import available_cores
 
 T = TypeVar("T")
 
@@ -166,11 +167,6 @@ def init_distributed(*, alone: bool = False) -> DistributedState:
     if device.type == "cpu" and world.local_size > 1 and "OMP_NUM_THREADS" not in os.environ:
         torch.set_num_threads(max(1, available_cores() // world.local_size))  # the processes share the cores
     return world
-
-
-def available_cores() -> int:
-    """Number of cores that this process may use, which a scheduler such as Slurm may limit."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def expect_steps(group: dist.ProcessGroup | None = None) -> None:

@@ -19,12 +19,12 @@ from transformers import PreTrainedModel
 from seergate.distill.base_model import base_dtype, is_divisible, own_format
 from seergate.distill.config import TrainConfig
 from seergate.distill.engines import bucket_bytes
-from seergate.distill.losses.teacher_forward import tile_rows
-from seergate.eval.generation.batch_memory import container_limit
+from seergate.distill.losses.block_loss import tile_rows
 from seergate.models.families import decoder_of, text_config
 from seergate.models.gate_bank import GateBank
 from seergate.ops.torch_impl.teacher import CHUNK_BYTES_CPU, CHUNK_BYTES_DEVICE
 from seergate.paths import gguf_file
+from seergate.resources import container_limit
 
 FLOAT32 = 4
 BYTES_PER_WEIGHT = {"bnb-4bit": 0.5 + 4 / 64, "bnb-8bit": 1.0, "torchao-int8": 1.0}

@@ -12,7 +12,7 @@ import copy
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Any, ClassVar, Literal, Protocol
+from typing import Any, ClassVar, Literal, NamedTuple, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -129,6 +129,20 @@ KeysOf = Callable[[int, int, int], Tensor]
 OffsetOf = Callable[[int], int]
 """``row`` -> the position that the model gave to its first token; a `SeergateError` if the row's positions are not
 consecutive."""
+
+
+class AttentionOutput(NamedTuple):
+    """Result of attention at a decode step.
+
+    Attributes:
+        output: ``[B, H, D]``.
+        read: tokens that each row read, mean over KV heads, if the method's own attention ran; otherwise ``None``.
+        fetched: bytes that came from slow memory; ``None`` if the cache is not offloaded.
+    """
+
+    output: Tensor
+    read: Sequence[float] | None = None
+    fetched: int | None = None
 
 
 class LayerState:

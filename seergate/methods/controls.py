@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar, Literal
 
 import torch
 from torch import Tensor
@@ -20,9 +19,9 @@ from seergate.methods.selecting import SelectingMethod, SelectingState
 class Dense(Method):
     """Read everything."""
 
-    name: ClassVar[str] = "dense"
+    name = "dense"
     state = LayerState
-    plot_style: ClassVar[tuple[str, str] | None] = ("#000000", "o")
+    plot_style = ("#000000", "o")
 
     @property
     def fixed_shapes(self) -> bool:
@@ -49,10 +48,10 @@ class Oracle(SelectingMethod):
     blocks, so that they mean the same as for the gate.
     """
 
-    name: ClassVar[str] = "oracle"
+    name = "oracle"
     state = OracleState
-    plot_style: ClassVar[tuple[str, str] | None] = ("#0072B2", "s")
-    role: ClassVar[Literal["method", "control", "bound"]] = "bound"
+    plot_style = ("#0072B2", "s")
+    role = "bound"
 
 
 class RandomState(SelectingState):
@@ -77,11 +76,11 @@ class Random(SelectingMethod):
         seed: seed of the hash.
     """
 
-    name: ClassVar[str] = "random"
+    name = "random"
     state = RandomState
-    plot_style: ClassVar[tuple[str, str] | None] = ("#7F7F7F", "x")
-    role: ClassVar[Literal["method", "control", "bound"]] = "control"
-    limits: ClassVar[tuple[str, ...]] = ("token_budget", "budget_share")
+    plot_style = ("#7F7F7F", "x")
+    role = "control"
+    limits = ("token_budget", "budget_share")
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -100,21 +99,21 @@ def mix(x: Tensor) -> Tensor:
 
 
 class RandomEvictState(BudgetedState):
-    """``index [B, K, T]``, int32: index of each resident within its row."""
+    """``position [B, K, T]``, int32: position of each resident in its row."""
 
     method: RandomEvict
 
     def __init__(self, spec: LayerSpec, method: RandomEvict) -> None:
         super().__init__(spec, method)
-        self.add_per_token("index", torch.int32)
+        self.add_per_token("position", torch.int32)
 
     def append(self, step: Step) -> None:
         super().append(step)
-        self.add_places("index", step)
+        self.add_positions("position", step)
 
     def importance(self, step: Step, row: int) -> Tensor:
-        index_KT = self.rows["index"][row, :, : step.ends[row]].long()
-        bits_KT = random_bits(index_KT, self.method.seed, self.spec.layer, self.decoded[row])
+        position_KT = self.rows["position"][row, :, : step.ends[row]].long()
+        bits_KT = random_bits(position_KT, self.method.seed, self.spec.layer, self.decoded[row])
         return (bits_KT >> 11).double()  # 53 bits: exact in fp64
 
 
@@ -132,11 +131,11 @@ class RandomEvict(BudgetedMethod):
         seed: seed of the hash.
     """
 
-    name: ClassVar[str] = "random_evict"
+    name = "random_evict"
     state = RandomEvictState
-    plot_style: ClassVar[tuple[str, str] | None] = ("#A6A6A6", "1")
-    role: ClassVar[Literal["method", "control", "bound"]] = "control"
-    recent_option: ClassVar[str | None] = "recent_tokens"
+    plot_style = ("#A6A6A6", "1")
+    role = "control"
+    recent_option = "recent_tokens"
     token_budget: int = 2048
     interval: int = 128
     prompt: str = "pinned"

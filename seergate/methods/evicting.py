@@ -7,10 +7,10 @@ from __future__ import annotations
 
 import warnings
 from abc import ABC, abstractmethod
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import cached_property
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor
@@ -18,7 +18,7 @@ from torch.nn.functional import pad
 
 from seergate.checks import check, check_choice, check_counts
 from seergate.inference_mode import without_gradients
-from seergate.methods.base import LayerSpec, LayerState, Method, Step
+from seergate.methods.base import AttentionOutput, LayerSpec, LayerState, Method, Step
 from seergate.ops.rows import RowLengths
 
 
@@ -60,7 +60,7 @@ class Eviction:
         rows: the rows in which something is evicted.
         index: int64 ``[len(rows), K, kept]``, ascending; the residents that stay.
         lengths: per row of ``rows``, the number of valid entries in ``index``; the rest is padding.
-        shared: the lengths of the step, with which its layers share `places`; ``None`` to make them for this one.
+        shared: the lengths of the step, with which its layers share `scatter_index`; ``None`` to make it for this one.
     """
 
     rows: list[int]
@@ -69,7 +69,7 @@ class Eviction:
     shared: RowLengths | None = None
 
     @cached_property
-    def places(self) -> tuple[Tensor, Tensor, Tensor]:
+    def scatter_index(self) -> tuple[Tensor, Tensor, Tensor]:
         """Index of each row, head and front slot, which broadcast to ``index``."""
         (_, heads, kept), device = self.index.shape, self.index.device
 
@@ -77,21 +77,7 @@ class Eviction:
             rows = torch.tensor(self.rows, device=device)[:, None, None]
             return rows, torch.arange(heads, device=device)[:, None], torch.arange(kept, device=device)
 
-        return make() if self.shared is None else self.shared.once(("places", *self.rows, heads, kept), make)
-
-
-class AttentionOutput(NamedTuple):
-    """Result of attention at a decode step.
-
-    Attributes:
-        output: ``[B, H, D]``.
-        read: tokens that each row read, mean over KV heads, if the method's own attention ran; otherwise ``None``.
-        fetched: bytes that came from slow memory; ``None`` if the cache is not offloaded.
-    """
-
-    output: Tensor
-    read: Sequence[float] | None = None
-    fetched: int | None = None
+        return make() if self.shared is None else self.shared.once(("scatter_index", *self.rows, heads, kept), make)
 
 
 class CompressingState(LayerState, ABC):
@@ -184,12 +170,12 @@ class EvictingState(CompressingState):
         spec, self.tokens_per_entry[name] = self.spec, 1
         self.rows[name] = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=dtype, device=spec.device)
 
-    def add_places(self, name: str, step: Step) -> None:
-        """Store in ``rows[name]`` the index of each new token within its row; call it after `append`."""
-        places = self.rows[name]
+    def add_positions(self, name: str, step: Step) -> None:
+        """Store in ``rows[name]`` the position of each new token in its row; call it after `append`."""
+        positions = self.rows[name]
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
             seen = self.total_tokens(row)
-            places[row, :, start : start + count] = torch.arange(seen - count, seen, device=places.device)
+            positions[row, :, start : start + count] = torch.arange(seen - count, seen, device=positions.device)
 
     def keep_best(self, step: Step, counts: dict[int, int], scores: Callable[[list[int]], Tensor]) -> Eviction | None:
         """Keep the ``counts[row]`` best residents in each row of ``counts``; ``None`` if that is empty.
@@ -211,7 +197,7 @@ def trimmed(buffer: Tensor, capacity: int) -> Tensor:
 
 def compact(buffer: Tensor, eviction: Eviction) -> None:
     """Move the entries that stay to the front of ``buffer [B, K, T, ...]``, in place."""
-    rows, heads, slots = eviction.places
+    rows, heads, slots = eviction.scatter_index
     buffer.index_put_((rows, heads, slots), buffer[rows, heads, eviction.index])
 
 
@@ -334,10 +320,10 @@ class BudgetedState(EvictingState):
 
 
 def best(scores_RKT: Tensor, counts: list[int]) -> Tensor:
-    """Ascending indices of the ``kept[r]`` highest scores of each row; of equal scores, the newer ones.
+    """Ascending indices of the ``counts[r]`` highest scores of each row; of equal scores, the newer ones.
 
     Returns:
-        int64 ``[R, K, max(kept)]``, padded with the last index.
+        int64 ``[R, K, max(counts)]``, padded with the last index.
     """
     total, width = scores_RKT.shape[-1], max(counts)
     # a stable sort: of equals the newer comes last, whatever else is in the batch

@@ -97,10 +97,10 @@ class Gate(GatedMethod, SelectingMethod):
         ValueError: for another block size than the bank's, or an option out of range.
     """
 
-    name: ClassVar[str] = "gate"
-    plot_style: ClassVar[tuple[str, str] | None] = ("#D55E00", "o")
-    serving_scores: ClassVar[str | None] = "seergate.serving.common.scoring:GateScores"
-    from_gates: ClassVar[tuple[str, ...]] = ("bank", "block_size")
+    name = "gate"
+    plot_style = ("#D55E00", "o")
+    serving_scores = "seergate.serving.common.scoring:GateScores"
+    from_gates = ("bank", "block_size")
     compat: Literal["published", "gates"] | None = "gates"
     block_size: int = 0
     sink_blocks: int = None  # type: ignore[assignment]  # depends on the bank

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any
 
 import torch
 
 from seergate import ops
 from seergate.errors import SeergateError
 from seergate.inference_mode import without_gradients
-from seergate.methods.base import LayerSpec, Step
-from seergate.methods.evicting import AttentionOutput, EvictingMethod, EvictingState, Eviction
+from seergate.methods.base import AttentionOutput, LayerSpec, Step
+from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
 from seergate.methods.gate import Gate, GateState
 
 if TYPE_CHECKING:
@@ -23,7 +23,7 @@ OWN_ATTENTION = "the gate's attention would replace that method's own"
 
 
 class GateOnEvictorState(EvictingState):
-    """States of evictor and gate, and ``index [B, K, T]``, int32: index of each resident within its row."""
+    """States of evictor and gate, and ``position [B, K, T]``, int32: position of each resident in its row."""
 
     method: GateOnEvictor
 
@@ -39,7 +39,7 @@ class GateOnEvictorState(EvictingState):
             raise SeergateError(f"gate selection cannot be combined with {method.evictor.name!r}: {OWN_ATTENTION}")
         self.evicting, self.gating = evicting, method.gate.new_state(spec)
         self.parts, self.reads_all_keys = (self.evicting, self.gating), self.evicting.reads_all_keys
-        self.add_per_token("index", torch.int32)
+        self.add_per_token("position", torch.int32)
 
     def _whole(self, step: Step) -> Step:
         """The step with the row lengths that it would have without evictions."""
@@ -53,7 +53,7 @@ class GateOnEvictorState(EvictingState):
     def append(self, step: Step) -> None:
         super().append(step)
         self.evicting.append(step)
-        self.add_places("index", step)
+        self.add_positions("position", step)
         self.gating.append(self._whole(step))
 
     def observe_attention(self, step: Step) -> None:
@@ -65,7 +65,7 @@ class GateOnEvictorState(EvictingState):
         dense = self.spec.layer in gate.dense_layers or whole.max_length <= gate.covered_tokens
         if dense or not isinstance(self.gating, GateState):
             return None
-        blocks_BKT = self.rows["index"][:, :, :resident].long() // gate.block_size
+        blocks_BKT = self.rows["position"][:, :, :resident].long() // gate.block_size
         real_B1T = torch.arange(resident, device=blocks_BKT.device) < step.lengths[:, None, None]
         scores_BKN = self.gating.scores(whole)
         left_BKN = torch.zeros_like(scores_BKN).scatter_add(
@@ -118,7 +118,7 @@ class GateOnEvictor(EvictingMethod):
         ValueError: for an evictor or a gate that cannot be combined.
     """
 
-    name: ClassVar[str] = "gate_on_evictor"
+    name = "gate_on_evictor"
     state = GateOnEvictorState
     evictor: EvictingMethod
     gate: Gate

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -70,10 +69,10 @@ class H2O(BudgetedMethod):
         group_reduction: ``"mean"`` or ``"max"`` over the query heads of a group, query by query.
     """
 
-    name: ClassVar[str] = "h2o"
+    name = "h2o"
     state = H2OState
-    plot_style: ClassVar[tuple[str, str] | None] = ("#E69F00", "D")
-    recent_option: ClassVar[str | None] = "recent_tokens"
+    plot_style = ("#E69F00", "D")
+    recent_option = "recent_tokens"
     token_budget: int = 2048
     recent_tokens: int | None = None
     group_reduction: str = "mean"

@@ -7,7 +7,7 @@ tokens is quantised.
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,8 +15,8 @@ from torch import Tensor
 from seergate import ops
 from seergate.checks import check_counts
 from seergate.inference_mode import without_gradients
-from seergate.methods.base import LayerSpec, Step
-from seergate.methods.evicting import AttentionOutput, CompressingMethod, CompressingState, Eviction
+from seergate.methods.base import AttentionOutput, LayerSpec, Step
+from seergate.methods.evicting import CompressingMethod, CompressingState, Eviction
 from seergate.ops.gate_math import wide_dtype
 
 LEVELS = 15
@@ -132,9 +132,9 @@ class KV4Bit(CompressingMethod):
         residual: minimum number of newest tokens that are not quantised; 128 in KIVI.
     """
 
-    name: ClassVar[str] = "kv4bit"
+    name = "kv4bit"
     state = KV4BitState
-    plot_style: ClassVar[tuple[str, str] | None] = ("#661100", "X")
+    plot_style = ("#661100", "X")
     group: int = 32
     residual: int = 128
 

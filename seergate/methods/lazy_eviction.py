@@ -78,12 +78,12 @@ class LazyEviction(BudgetedMethod):
         group_reduction: ``"max"`` or ``"mean"`` of the probabilities of a group.
     """
 
-    name: ClassVar[str] = "lazy_eviction"
+    name = "lazy_eviction"
     state = LazyState
-    plot_style: ClassVar[tuple[str, str] | None] = ("#44AA99", "d")
+    plot_style = ("#44AA99", "d")
     calibrates: ClassVar[Mapping[str, str]] = {"window": "seergate.eval.calibration.recurrence:WindowCalibration"}
-    periodic: ClassVar[bool] = True
-    recent_option: ClassVar[str | None] = "window"
+    periodic = True
+    recent_option = "window"
     token_budget: int = 1492
     window: int = 175
     interval: int = field(init=False, default=1)

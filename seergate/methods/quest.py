@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from functools import partial
-from typing import Any, ClassVar
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -134,10 +134,10 @@ class Quest(SelectingMethod):
         min_pages: minimum number of pages read, whatever the token budget; 3 in the accuracy code, 1 in the kernels.
     """
 
-    name: ClassVar[str] = "quest"
+    name = "quest"
     state = QuestState
-    plot_style: ClassVar[tuple[str, str] | None] = ("#009E73", "^")
-    serving_scores: ClassVar[str | None] = "seergate.serving.common.scoring:QuestScores"
+    plot_style = ("#009E73", "^")
+    serving_scores = "seergate.serving.common.scoring:QuestScores"
     block_size: int = 16
     dense_layers: tuple[int, ...] = (0, 1)
     group_reduction: str = "max"
@@ -180,11 +180,11 @@ class ReSA(SelectingMethod):
         rectify_every: sparse steps between two dense passes; ``None`` for none.
     """
 
-    name: ClassVar[str] = "resa"
+    name = "resa"
     state = QuestState
-    group_reduction: ClassVar[str] = "mean_query"
-    plot_style: ClassVar[tuple[str, str] | None] = ("#225555", "p")
-    limits: ClassVar[tuple[str, ...]] = ("token_budget",)
+    group_reduction = "mean_query"
+    plot_style = ("#225555", "p")
+    limits = ("token_budget",)
     block_size: int = 16
     token_budget: int | None = 256
     share: float = 0.1

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 from fractions import Fraction
 from functools import partial
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -120,9 +119,9 @@ class RaaS(EvictingMethod):
         group_reduction: ``"max"`` or ``"mean"`` of the bounds of a group.
     """
 
-    name: ClassVar[str] = "raas"
+    name = "raas"
     state = RaaSState
-    plot_style: ClassVar[tuple[str, str] | None] = ("#882255", "h")
+    plot_style = ("#882255", "h")
     token_budget: int = 1024
     block_size: int = 16
     share: float = 0.5

@@ -60,14 +60,14 @@ class RetentionMethod(GatedMethod, BudgetedMethod):
 
 
 class RetentionState(BudgetedState):
-    """``score`` of each resident, and ``place``, its index within its row: ``[B, K, T]``."""
+    """``score`` of each resident, and ``position``, in its row: ``[B, K, T]``."""
 
     def __init__(self, spec: LayerSpec, method: RetentionMethod, gate: RetentionGate) -> None:
         super().__init__(spec, method)
         self.gate = gate
         dtype = next(gate.parameters()).dtype
         self.add_per_token("score", torch.promote_types(torch.promote_types(dtype, spec.dtype), torch.float32))
-        self.add_per_token("place", torch.int32)
+        self.add_per_token("position", torch.int32)
 
     @without_gradients
     def append(self, step: Step) -> None:
@@ -76,12 +76,12 @@ class RetentionState(BudgetedState):
         scores_BKS, score = self.gate(step.hidden()), self.rows["score"]
         for row, (at, count) in enumerate(zip(step.starts, step.counts, strict=True)):
             score[row, :, at : at + count] = scores_BKS[row, :, :count]
-        self.add_places("place", step)
+        self.add_positions("position", step)
 
     def known(self, step: Step, row: int) -> tuple[Tensor, Tensor]:
-        """Score and place of a row's residents, ``[K, T]``."""
-        score, place = (self.rows[name][row, :, : step.ends[row]] for name in ("score", "place"))
-        return score, place
+        """Score and position of a row's residents, ``[K, T]``."""
+        score, position = (self.rows[name][row, :, : step.ends[row]] for name in ("score", "position"))
+        return score, position
 
 
 class FastKVzipState(RetentionState):
@@ -90,8 +90,8 @@ class FastKVzipState(RetentionState):
     method: FastKVzip
 
     def importance(self, step: Step, row: int) -> Tensor:
-        score, place = self.known(step, row)
-        return torch.where(place < self.method.first_tokens, 1.0, score)
+        score, position = self.known(step, row)
+        return torch.where(position < self.method.first_tokens, 1.0, score)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -109,10 +109,10 @@ class FastKVzip(RetentionMethod):
         first_tokens: number of first tokens of a text, which get the score 1.
     """
 
-    name: ClassVar[str] = "fast_kvzip"
-    plot_style: ClassVar[tuple[str, str] | None] = ("#228833", "<")
+    name = "fast_kvzip"
+    plot_style = ("#228833", "<")
     state = FastKVzipState
-    recent_option: ClassVar[str | None] = "window"
+    recent_option = "window"
     token_budget: int = 4096
     window: int | None = None
     first_tokens: int = 4
@@ -129,8 +129,8 @@ class TrimKVState(RetentionState):
     """State of retention gates whose scores are ``log beta``."""
 
     def importance(self, step: Step, row: int) -> Tensor:
-        score, place = self.known(step, row)
-        return score * (self.total_tokens(row) + 1 - place)
+        score, position = self.known(step, row)
+        return score * (self.total_tokens(row) + 1 - position)
 
 
 @dataclass(kw_only=True, eq=False)
@@ -145,6 +145,6 @@ class TrimKV(RetentionMethod):
         token_budget: 1024 in the authors' code, where gates were trained for 512 to 4096.
     """
 
-    name: ClassVar[str] = "trim_kv"
-    plot_style: ClassVar[tuple[str, str] | None] = ("#EE6677", ">")
+    name = "trim_kv"
+    plot_style = ("#EE6677", ">")
     state = TrimKVState

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -80,10 +79,10 @@ class RPC(EvictingMethod):
             the newest counts twice and the oldest not at all.
     """
 
-    name: ClassVar[str] = "rpc"
+    name = "rpc"
     state = RPCState
-    plot_style: ClassVar[tuple[str, str] | None] = ("#999933", "p")
-    budget_option: ClassVar[str] = "ratio"
+    plot_style = ("#999933", "p")
+    budget_option = "ratio"
     interval: int = 4096
     window: int = 32
     ratio: int = 4

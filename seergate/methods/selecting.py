@@ -8,7 +8,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -46,7 +46,7 @@ class SelectingMethod(Method):
         block_size: tokens per block.
     """
 
-    limits: ClassVar[tuple[str, ...]] = tuple(RULES)
+    limits = tuple(RULES)
     token_budget: int | None = None
     budget_share: float | None = None
     budget_min: int | None = None

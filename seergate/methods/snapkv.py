@@ -5,7 +5,6 @@ among keys (Cai et al., arXiv 2505.24133).
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 from torch.nn import functional as F
@@ -62,11 +61,11 @@ class SnapKV(BudgetedMethod):
             the other a mean.
     """
 
-    name: ClassVar[str] = "snapkv"
+    name = "snapkv"
     state = SnapKVState
-    plot_style: ClassVar[tuple[str, str] | None] = ("#117733", "<")
-    periodic: ClassVar[bool] = True
-    recent_option: ClassVar[str | None] = "window"
+    plot_style = ("#117733", "<")
+    periodic = True
+    recent_option = "window"
     token_budget: int = 2048
     window: int = 32
     interval: int = 128
@@ -133,9 +132,9 @@ class RKV(SnapKV):
         spared: number of a key's newest look-alikes whose similarity counts as zero, the paper's beta.
     """
 
-    name: ClassVar[str] = "r_kv"
+    name = "r_kv"
     state = RKVState
-    plot_style: ClassVar[tuple[str, str] | None] = ("#332288", ">")
+    plot_style = ("#332288", ">")
     window: int = 8
     group_reduction: str = "max_logits"
     importance_weight: float = 0.1

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -11,8 +10,8 @@ from torch import Tensor
 from seergate import ops
 from seergate.checks import check, check_choice, check_counts
 from seergate.inference_mode import without_gradients
-from seergate.methods.base import Step
-from seergate.methods.evicting import AttentionOutput, EvictingMethod, EvictingState, Eviction
+from seergate.methods.base import AttentionOutput, Step
+from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
 from seergate.ops.rows import RowLengths
 
 
@@ -89,9 +88,9 @@ class StreamingLLM(EvictingMethod):
             then they are not attended to. At most ``token_budget + interval`` tokens are resident.
     """
 
-    name: ClassVar[str] = "streaming_llm"
+    name = "streaming_llm"
     state = StreamingState
-    plot_style: ClassVar[tuple[str, str] | None] = ("#CC79A7", "v")
+    plot_style = ("#CC79A7", "v")
     token_budget: int = 516
     sink_tokens: int = 4
     positions: str = "cache"

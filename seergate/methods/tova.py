@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import ClassVar
 
 from torch import Tensor
 
@@ -45,9 +44,9 @@ class TOVA(BudgetedMethod):
         scope: ``"layer"``, as in the paper: one set of tokens for all heads; ``"kv_head"``: one set per group.
     """
 
-    name: ClassVar[str] = "tova"
+    name = "tova"
     state = TOVAState
-    plot_style: ClassVar[tuple[str, str] | None] = ("#56B4E9", "P")
+    plot_style = ("#56B4E9", "P")
     protect_current: bool = True
     scope: str = "layer"
 

@@ -155,11 +155,11 @@ class TriAttention(BudgetedMethod):
         group_reduction: ``"max"`` or ``"mean"`` over the query heads of a group.
     """
 
-    name: ClassVar[str] = "tri_attention"
+    name = "tri_attention"
     state = TriAttentionState
-    plot_style: ClassVar[tuple[str, str] | None] = ("#AA4499", "*")
+    plot_style = ("#AA4499", "*")
     calibrates: ClassVar[Mapping[str, str]] = {"centres": "seergate.eval.calibration.recurrence:CentresCalibration"}
-    recent_option: ClassVar[str | None] = "recent_tokens"
+    recent_option = "recent_tokens"
     centres: Centres | str
     token_budget: int = 2048
     interval: int = 128
@@ -278,7 +278,7 @@ class QueryCentres(Method):
         rope: see `Centres`.
     """
 
-    name: ClassVar[str] = "query_centres"
+    name = "query_centres"
     state = QueryCentresState
     sums: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict, init=False, repr=False)
     rope: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)

@@ -6,7 +6,7 @@ because the layout cannot be inferred from sizes when the sequence is as long as
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
 
@@ -24,16 +24,28 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Family:
-    """Where the inputs of RoPE are hooked in one architecture.
+    """Where the inputs of RoPE are hooked in one architecture, and what RoPE does.
 
     Attributes:
         hook_point: ``"proj"``: the outputs of ``q_proj`` and ``k_proj``; ``"norm"``: of ``q_norm`` and ``k_norm``;
             ``"fused"``: the output of ``qkv_proj``, split.
         layout: layout of the hooked tensors: ``"flat"`` ``[B, S, heads * D]``, ``"BSHD"`` or ``"BHSD"``.
+        rope: how the cached keys of an attention module follow from the hooked keys: by RoPE, unchanged, or in another
+            way; see `Rotary`.
     """
 
     hook_point: Literal["proj", "norm", "fused"]
     layout: Literal["flat", "BSHD", "BHSD"]
+    rope: Callable[[Any], RopeKind] = lambda attention: "plain"
+
+
+def _rope_if(rotates: Callable[[Any], bool]) -> Callable[[Any], RopeKind]:
+    """`Family.rope` of an architecture with RoPE in some layers only."""
+    return lambda attention: "plain" if rotates(attention) else "none"
+
+
+def _other(attention: Any) -> RopeKind:
+    return "other"
 
 
 _PROJ = Family("proj", "flat")
@@ -48,21 +60,23 @@ FAMILIES: dict[str, Family] = {
     "gemma2": _PROJ,
     "glm4": _PROJ,
     "granite": _PROJ,
-    "smollm3": _PROJ,
-    "cohere2": _PROJ,
+    "smollm3": Family("proj", "flat", _rope_if(lambda attention: attention.use_rope)),
+    "cohere2": Family("proj", "flat", _rope_if(lambda attention: attention.sliding_window is not None)),
     "seed_oss": _PROJ,
     "ernie4_5": _PROJ,
     "gpt_oss": _PROJ,
-    "hunyuan_v1_dense": _PROJ,  # its norms come after RoPE
+    "hunyuan_v1_dense": Family("proj", "flat", _other),  # its norms come after RoPE
     "qwen3": Family("norm", "BSHD"),
     "qwen3_moe": Family("norm", "BSHD"),
     "qwen3_next": Family("norm", "BSHD"),  # q_proj also emits the output gate
     "qwen3_5_text": Family("norm", "BSHD"),
     "gemma3_text": Family("norm", "BHSD"),
-    "gemma4_text": Family("norm", "BSHD"),
+    "gemma4_text": Family("norm", "BSHD", _other),  # its function that applies RoPE has another signature
     "olmo2": Family("norm", "flat"),
     "olmo3": Family("norm", "flat"),
-    "exaone4": Family("norm", "BHSD"),
+    "exaone4": Family(
+        "norm", "BHSD", _rope_if(lambda attention: attention.sliding_window is None or attention.is_sliding)
+    ),
     "phi3": Family("fused", "flat"),
 }
 
@@ -244,16 +258,8 @@ def kv_heads_of(config: Any, layer: int) -> int | None:
 
 
 def rope_kind(config: Any, attention: Any) -> RopeKind:
-    """How a layer's cached keys follow from its hooked keys: by RoPE, unchanged, or in another way; see `Rotary`."""
-    if config.model_type == "cohere2":  # rotates in its sliding-window layers only
-        return "plain" if attention.sliding_window is not None else "none"
-    if config.model_type == "exaone4":  # the same, or in all layers if none is sliding
-        return "plain" if attention.sliding_window is None or attention.is_sliding else "none"
-    if config.model_type == "smollm3":
-        return "plain" if attention.use_rope else "none"
-    if config.model_type in ("hunyuan_v1_dense", "gemma4_text"):  # norm after RoPE; other signature of `apply`
-        return "other"
-    return "plain"
+    """`Family.rope` of a layer's attention module."""
+    return family_of(config).rope(attention)
 
 
 def head_dim_of(model: PreTrainedModel) -> int:

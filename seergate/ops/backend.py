@@ -10,15 +10,13 @@ as `seergate.ops.attention.Pack`.
 
 from __future__ import annotations
 
-import functools
 import importlib
 import importlib.util
 import os
 import sys
-from collections.abc import Callable, Iterable
 from contextlib import nullcontext
 from functools import cache
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 
@@ -134,31 +132,3 @@ def _modules(op: str, backend: str) -> tuple[str, ...]:
     if backend == "triton" and op not in WITHOUT_KERNEL:
         names.insert(0, f"triton_impl.{FILES[op]}")
     return tuple(importlib.import_module(f"{__package__}.{name}").__name__ for name in names)
-
-
-Function = TypeVar("Function", bound=Callable[..., Any])
-
-
-def one_node(schema: str, fake: Callable[..., Any], mutates: Iterable[str] = ()) -> Callable[[Function], Function]:
-    """Decorate a function that reads tensor values or launches kernels: it becomes one node of a traced graph.
-
-    An eager call runs the function directly, which saves the 10 microseconds of PyTorch's dispatch.
-
-    Args:
-        schema: name, arguments and results of the operator ``seergate::NAME``, in PyTorch's notation.
-        fake: takes the same arguments; returns empty results of the right shapes and dtypes, reading no values.
-        mutates: names of the arguments that are changed in place.
-    """
-    name, rest = schema.split("(", 1)
-
-    def decorate(function: Function) -> Function:
-        node = torch.library.custom_op(f"seergate::{name}", function, mutates_args=tuple(mutates), schema=f"({rest}")
-        node.register_fake(fake)
-
-        @functools.wraps(function)
-        def run(*args: Any, **options: Any) -> Any:
-            return (node if torch.compiler.is_compiling() else function)(*args, **options)
-
-        return run  # type: ignore[return-value]
-
-    return decorate

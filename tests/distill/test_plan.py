@@ -11,14 +11,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
-from seergate import GateBank
+from seergate import GateBank, resources
 from seergate.distill import load_train_config
 from seergate.distill.distributed import DistributedState
 from seergate.distill.engines import PlainEngine
 from seergate.distill.estimate import loss_pairs, make_plan, pack_flop, pairs
 from seergate.distill.losses.teacher_forward import distill_step
 from seergate.distill.memory import WORKING_BYTES, activation_bytes, capacity, estimate_memory
-from seergate.eval.generation import batch_memory
 from seergate.models.families import head_dim_of
 from seergate.models.names import presets
 from tests.support.memory import peak_bytes
@@ -44,7 +43,7 @@ def test_every_preset_can_be_planned_without_network_or_weights(name: str) -> No
 
 def test_a_container_limits_the_memory(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     whole = capacity(CPU, 2)
-    monkeypatch.setattr(batch_memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(resources, "CGROUP", tmp_path)
     for limit, expected in (("1000000000\n", 500_000_000), ("max\n", whole), (f"{4 * whole}\n", whole)):
         (tmp_path / "memory.max").write_text(limit)
         assert capacity(CPU, 2) == expected

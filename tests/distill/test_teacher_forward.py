@@ -7,7 +7,7 @@ import torch
 
 import seergate
 from seergate import GateBank, GateConfig, SeergateError, ops
-from seergate.distill.losses import teacher_forward
+from seergate.distill.losses import block_loss
 from seergate.distill.losses.teacher_forward import distill_step
 from seergate.distill.packing import packed
 from seergate.gates.gate import AttnGate
@@ -170,7 +170,7 @@ def test_queries_are_made_of_rows_that_count(model, monkeypatch):
         return real(self, q_BHSD, positions)
 
     monkeypatch.setattr(AttnGate, "queries", queries)
-    monkeypatch.setattr(teacher_forward, "TILE", 16)
+    monkeypatch.setattr(block_loss, "TILE", 16)
     # From the second half on, with a past block, behind the sinks; none of the short one.
     borders = torch.tensor([0, 50, 53, 67])
     for sinks, stride, rows in (
@@ -181,7 +181,7 @@ def test_queries_are_made_of_rows_that_count(model, monkeypatch):
         bank = GateBank.for_model(model, GateConfig(8, 16, sink_blocks=sinks))
         gradients = []
         for tile in (16, len(rows)):
-            monkeypatch.setattr(teacher_forward, "TILE", tile)
+            monkeypatch.setattr(block_loss, "TILE", tile)
             seen.clear()
             bank.zero_grad()
             bank.distill_loss(model, input_ids=prompt(67), cu_seqlens=borders, **stride).backward()

@@ -20,7 +20,7 @@ from seergate.distill import TrainConfig, load_train_config, run_distillation, t
 from seergate.distill.averages import Averages
 from seergate.distill.callbacks import StepLog
 from seergate.distill.engines import deepspeed_config
-from seergate.distill.losses import teacher_forward
+from seergate.distill.losses import block_loss
 from seergate.distill.losses.distill_loss import DistillOutput
 from seergate.distill.stopping import Stopped
 from seergate.distill.trainer import prepare_run
@@ -157,7 +157,7 @@ def test_a_signal_at_the_last_step_ends_the_command_as_well(config, event, numbe
 
 def poisoned(monkeypatch: pytest.MonkeyPatch, packs: set[int] | None = None) -> None:
     """Make the loss of those packs not finite, counted from the first that is trained on, or of all held-out ones."""
-    real, seen = teacher_forward.ops.gate_kl, [0]
+    real, seen = block_loss.ops.gate_kl, [0]
 
     def gate_kl(*args: Any, **options: Any) -> Any:
         loss, stats = real(*args, **options)
@@ -165,7 +165,7 @@ def poisoned(monkeypatch: pytest.MonkeyPatch, packs: set[int] | None = None) -> 
         spoilt = not torch.is_grad_enabled() if packs is None else (seen[0] + 1) // 2 in packs  # of two layers
         return (loss * float("nan") if spoilt else loss), stats
 
-    monkeypatch.setattr(teacher_forward.ops, "gate_kl", gate_kl)
+    monkeypatch.setattr(block_loss.ops, "gate_kl", gate_kl)
 
 
 def test_a_pack_that_is_not_finite_is_left_out_and_counted(config, monkeypatch):

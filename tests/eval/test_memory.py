@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from seergate import resources
 from seergate.eval.generation import batch_memory as memory
 from seergate.eval.generation import engine
 from seergate.eval.generation.batch import Batch
@@ -102,7 +103,7 @@ def test_the_estimate_by_hand(monkeypatch):
 
 
 def test_pages_of_files_that_were_read_are_free_within_a_container(monkeypatch, tmp_path):
-    monkeypatch.setattr(memory, "CGROUP", tmp_path)
+    monkeypatch.setattr(resources, "CGROUP", tmp_path)
     free = memory.free_bytes(torch.device("cpu"))
     assert free > 1000
     for name, text in (("max", "1000\n"), ("current", "950\n"), ("stat", "anon 150\nfile 800\ninactive_file 700\n")):

@@ -8,7 +8,7 @@ import seergate
 from seergate import SeergateError, methods
 from seergate.eval.generation.batch import Batch
 from seergate.eval.generation.costs import RowStats
-from seergate.methods.evicting import AttentionOutput
+from seergate.methods.base import AttentionOutput
 from seergate.methods.h2o import H2OState
 from seergate.methods.kv4bit import packed_pairs, rounded, unpacked, widened
 from tests.support import naive_views

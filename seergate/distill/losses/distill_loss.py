@@ -146,3 +146,8 @@ class StoredGradients(torch.autograd.Function):
         """Return the scaled gradients for the parameters, and ``None`` for all other inputs."""
         stored = ctx.saved_tensors
         return (None, None, *(None for _ in stored), *(gradient * scale for gradient in stored))
+
+
+def positions_of(cu_seqlens: Tensor) -> Tensor:
+    """Return the position of each token of a pack in its sequence, int64 ``[T]``."""
+    return torch.cat([torch.arange(length) for length in cu_seqlens.diff().tolist()])

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
-import psutil
 import torch
 from transformers import PreTrainedModel
 
@@ -14,25 +12,14 @@ from seergate.cache.layer import GatedLayer
 from seergate.errors import SeergateError
 from seergate.eval.generation.batch import Batch
 from seergate.methods.evicting import CompressingState
+from seergate.resources import free_memory
 
 LARGEST_BATCH = 256
 USABLE = 0.8
 """Share of the free memory that samples may take. The rest is for activations and other uses."""
 
-CGROUP = Path("/sys/fs/cgroup")
-"""Directory of the container's limits (version 2 of control groups)."""
-
 GROWTH = 1.25
 """Ratio of allocated to used bytes of buffers, which grow in steps."""
-
-
-def container_limit() -> int | None:
-    """Maximum bytes of memory of this container; ``None`` if it has no limit, or this is no container of Linux."""
-    try:
-        limit = (CGROUP / "memory.max").read_text("utf-8").strip()
-    except OSError:
-        return None
-    return None if limit == "max" else int(limit)
 
 
 def free_bytes(device: torch.device) -> int:
@@ -41,16 +28,7 @@ def free_bytes(device: torch.device) -> int:
         free, _ = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return int(free + reserved)
-    free = int(psutil.virtual_memory().available)
-    if (limit := container_limit()) is None:
-        return free
-    try:
-        used, counts = ((CGROUP / f"memory.{name}").read_text("utf-8") for name in ("current", "stat"))
-    except OSError:
-        return free
-    # pages of files that were read, such as weights, count as used, although the kernel frees them on demand
-    file_pages = dict(line.split() for line in counts.splitlines()).get("inactive_file", 0)
-    return min(free, limit - int(used) + int(file_pages))
+    return free_memory()
 
 
 @torch.inference_mode()

@@ -9,7 +9,7 @@ from __future__ import annotations
 import importlib.util
 import re
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any
 
 from seergate.checks import check, check_counts, check_flags, is_int, is_number
 from seergate.errors import SeergateError, how_to_install
@@ -45,10 +45,10 @@ class ReasonCache(Method):
         ValueError: for an option out of range.
     """
 
-    name: ClassVar[str] = "reason_cache"
-    plot_style: ClassVar[tuple[str, str] | None] = ("#DDCC77", "8")
-    shares_blocks: ClassVar[bool] = True
-    kv_backend: ClassVar[str | None] = "seergate.cache.paging:paging_of"
+    name = "reason_cache"
+    plot_style = ("#DDCC77", "8")
+    shares_blocks = True
+    kv_backend = "seergate.cache.paging:paging_of"
     reads: Method | None = None
     block_size: int | None = None
     max_blocks: int | None = None
@@ -118,8 +118,8 @@ class RandomSharing(ReasonCache):
         seed: seed of the random choice.
     """
 
-    name: ClassVar[str] = "random_sharing"
-    plot_style: ClassVar[tuple[str, str] | None] = ("#BBBBBB", "2")
+    name = "random_sharing"
+    plot_style = ("#BBBBBB", "2")
     seed: int = 0
 
     def __post_init__(self) -> None:

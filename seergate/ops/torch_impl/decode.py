@@ -18,7 +18,7 @@ from torch.nn import functional as F
 
 from seergate.inference_mode import without_gradients
 from seergate.ops.arguments import readable
-from seergate.ops.backend import one_node
+from seergate.ops.custom_op import custom_op
 from seergate.ops.decode import DecodeInputs
 from seergate.ops.gate_math import wide_dtype
 from seergate.ops.paging import index_of, layout_of, unpaged
@@ -212,7 +212,7 @@ def _row(x: Tensor, row: int, length: int, page_table: Tensor | None) -> Tensor:
 
 
 # One node of a compiled graph, so that it can read the lengths.
-@one_node(
+@custom_op(
     "dense_decode_by_row(Tensor q, Tensor k, Tensor v, float sm_scale, Tensor? sinks, float? softcap, "
     "Tensor? page_table, Tensor lengths) -> Tensor",
     lambda q, k, v, *_: q.new_empty(*q.shape[:2], v.shape[-1]),

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from seergate.ops.attention import Pack
 from seergate.ops.losses import GateKLStats, LossOptions, counted_rows
-from seergate.ops.torch_impl.teacher import MASKED, Teacher, in_pack, wide_dtype
+from seergate.ops.torch_impl.teacher import MASKED, Teacher, compute_dtype, in_pack
 
 
 def gate_kl(
     pack: Pack, qg: Tensor, kg: Tensor, block_size: int, gate_scale: float, options: LossOptions, lse: Tensor | None
 ) -> tuple[Tensor, GateKLStats]:
     """The op on checked arguments."""
-    dtype, sink_blocks = wide_dtype(pack.q, pack.k, qg, kg), options.sink_blocks
+    dtype, sink_blocks = compute_dtype(pack.q, pack.k, qg, kg), options.sink_blocks
     teacher = Teacher(pack, block_size, dtype, lse, sink_blocks)
     total, counted, weights = rows_and_weights(teacher.spans, block_size, teacher.kv_heads, options)
     plans = [teacher.chunks(rows) for rows in counted]

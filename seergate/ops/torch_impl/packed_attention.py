@@ -17,7 +17,7 @@ from torch import Tensor
 from seergate.inference_mode import without_gradients
 from seergate.ops.attention import Pack, PackedAttention
 from seergate.ops.host_memory import copied
-from seergate.ops.torch_impl.teacher import segments, wide_dtype
+from seergate.ops.torch_impl.teacher import compute_dtype, segments
 
 CHUNK_BYTES = 64 * 2**20
 """Size of the score matrix of a chunk of rows."""
@@ -50,7 +50,7 @@ def by_kernel(
     if kernel == "varlen":
         return varlen(q, k, v, cu_seqlens, sm_scale, window)
     out_THD = v.new_empty(*q.shape[:2], v.shape[-1])
-    lse_TH = q.new_empty(q.shape[:2], dtype=wide_dtype(q))
+    lse_TH = q.new_empty(q.shape[:2], dtype=compute_dtype(q))
     rest = partial(chunked, window=window, softcap=softcap)
     attend = {"cpu": flash_on_cpu, "efficient": efficient}.get(kernel or "", rest)
     for start, end in spans:
@@ -152,7 +152,7 @@ def chunked(
 ) -> tuple[Tensor, Tensor]:
     """One segment, a chunk of rows at a time, in fp32 or wider."""
     heads, length = k_BKSD.shape[1], q_BHSD.shape[2]
-    wide = wide_dtype(q_BHSD)
+    wide = compute_dtype(q_BHSD)
     k, v = k_BKSD.to(wide)[:, :, None], v_BKSD.to(wide)[:, :, None]
     q = q_BHSD.to(wide).unflatten(1, (heads, -1)) * sm_scale
     rows = max(1, CHUNK_BYTES // (q_BHSD.shape[1] * length * wide.itemsize))

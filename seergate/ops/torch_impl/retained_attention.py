@@ -13,17 +13,17 @@ from seergate.ops.attention import Pack, RetainedAttention
 from seergate.ops.torch_impl.teacher import (
     CHUNK_BYTES_CPU,
     CHUNK_BYTES_DEVICE,
+    compute_dtype,
     in_pack,
     row_chunks,
     segments,
-    wide_dtype,
 )
 
 
 def retained_attention(pack: Pack, v: Tensor, log_beta: Tensor, window: int | None) -> RetainedAttention:
     """The op on checked arguments."""
     q, k, cu_seqlens, sm_scale, sinks, softcap = pack
-    dtype, heads, kv_heads = wide_dtype(q, k, v, log_beta), q.shape[1], k.shape[1]
+    dtype, heads, kv_heads = compute_dtype(q, k, v, log_beta), q.shape[1], k.shape[1]
     limit = CHUNK_BYTES_CPU if q.device.type == "cpu" else CHUNK_BYTES_DEVICE
 
     def rows(q_RHD: Tensor, k_SKD: Tensor, v_SKD: Tensor, log_beta_SK: Tensor, first: int) -> tuple[Tensor, Tensor]:

@@ -12,14 +12,14 @@ from torch.nn.functional import binary_cross_entropy
 from seergate.inference_mode import without_gradients
 from seergate.ops.attention import Pack
 from seergate.ops.losses import GateKLStats
-from seergate.ops.torch_impl.teacher import Teacher, wide_dtype
+from seergate.ops.torch_impl.teacher import Teacher, compute_dtype
 
 
 def retention_kl(
     pack: Pack, scores: Tensor, distance: int, row_start: float, recall_budgets: tuple[int, ...], lse: Tensor
 ) -> tuple[Tensor, GateKLStats]:
     """The op on checked arguments."""
-    q, dtype = pack.q, wide_dtype(pack.q, pack.k, scores)
+    q, dtype = pack.q, compute_dtype(pack.q, pack.k, scores)
     teacher = Teacher(pack, len(q) + 1, dtype, lse)  # one block that is never past: no block maxima
     targets_TK = received_attention(teacher, distance, row_start).clamp_(max=1)
     spans = [(start, max(start, end - distance)) for start, end in teacher.spans]

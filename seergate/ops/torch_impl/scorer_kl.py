@@ -11,7 +11,7 @@ from torch import Tensor
 from seergate.ops.attention import Pack
 from seergate.ops.losses import GateKLStats, LossOptions, Scores
 from seergate.ops.torch_impl.gate_kl import Outcome, Sums, add_recall, rows_and_weights, with_gradients
-from seergate.ops.torch_impl.teacher import MASKED, Teacher, in_pack, wide_dtype
+from seergate.ops.torch_impl.teacher import MASKED, Teacher, compute_dtype, in_pack
 
 
 def scorer_kl(
@@ -26,7 +26,7 @@ def scorer_kl(
     target: str,
 ) -> tuple[Tensor, GateKLStats]:
     """The op on checked arguments."""
-    sink_blocks, dtype = options.sink_blocks, wide_dtype(pack.q, pack.k, qs, ks)
+    sink_blocks, dtype = options.sink_blocks, compute_dtype(pack.q, pack.k, qs, ks)
     teacher = Teacher(pack, block_size, dtype, lse, sink_blocks)
     total, rows, weights = rows_and_weights(teacher.spans, block_size, teacher.kv_heads, options)
     per_token = qs.shape[1] // entry_tokens  # scores that the scorer computes per row and token

@@ -28,7 +28,7 @@ MIN_ROWS = 16
 """Minimum rows of a chunk; at very long contexts the buffer grows. Products of fewer rows are memory-bound."""
 
 
-def wide_dtype(*tensors: Tensor) -> torch.dtype:
+def compute_dtype(*tensors: Tensor) -> torch.dtype:
     """The compute dtype: float32, or float64 if any input is."""
     return torch.float64 if any(x.dtype == torch.float64 for x in tensors) else torch.float32
 
@@ -149,7 +149,7 @@ class Teacher:
 @without_gradients
 def attention_with_block_targets(pack: Pack, v: Tensor, block_size: int) -> AttentionWithTargets:
     """The op on checked arguments."""
-    q, dtype = pack.q, wide_dtype(pack.q, pack.k)
+    q, dtype = pack.q, compute_dtype(pack.q, pack.k)
     teacher = Teacher(pack, block_size, dtype)
     (tokens, heads), group, v_dim = q.shape[:2], teacher.group, v.shape[-1]
     plans = [teacher.chunks(range(end - start)) for start, end in teacher.spans]

@@ -10,7 +10,7 @@ import triton.language as tl
 from torch import Tensor
 
 from seergate.inference_mode import without_gradients
-from seergate.ops.backend import one_node
+from seergate.ops.custom_op import custom_op
 from seergate.ops.gate_math import NORM_EPS, Branch
 from seergate.ops.rows import RowLengths
 from seergate.ops.triton_impl.gpus import gpu_of
@@ -105,7 +105,7 @@ def update_compressed_keys(
     return None
 
 
-@one_node(
+@custom_op(
     "update_compressed_keys(Tensor k, Tensor lengths, Tensor(a!) recent, Tensor(b!) compressed, Tensor weight, "
     "int block_size, str[] kinds, Tensor? norm_weight, Tensor? inv_freq, float attention_scaling, "
     "int position_offset) -> ()",

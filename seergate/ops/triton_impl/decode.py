@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from seergate.inference_mode import without_gradients
-from seergate.ops.backend import one_node
+from seergate.ops.custom_op import custom_op
 from seergate.ops.decode import DecodeInputs
 from seergate.ops.rows import RowLengths
 from seergate.ops.triton_impl.decode_kernels import decode_kernel, merge_kernel
@@ -36,7 +36,7 @@ def dense_decode(inputs: DecodeInputs, rows: RowLengths | None) -> Tensor:
     return sparse_decode(inputs, None, None, rows, 1)
 
 
-@one_node(
+@custom_op(
     "decode_attention(Tensor q, Tensor k, Tensor v, float sm_scale, Tensor? sinks, float? softcap, "
     "Tensor? page_table, Tensor? indices, Tensor? counts, Tensor? lengths, int block_size) -> Tensor",
     lambda q, k, v, *_: q.new_empty(*q.shape[:2], v.shape[-1]),

@@ -16,7 +16,7 @@ import triton.language as tl
 from torch import Tensor
 
 from seergate.inference_mode import without_gradients
-from seergate.ops.backend import one_node
+from seergate.ops.custom_op import custom_op
 from seergate.ops.gate_math import NORM_EPS, Branch
 from seergate.ops.rows import RowLengths
 from seergate.ops.selection import Selection
@@ -99,7 +99,7 @@ def score_blocks(q: Tensor, rows: RowLengths, compressed: Tensor, branch: Branch
     return score(q, rows.tensor, compressed, branch.weight, block_size, *branch[1:])
 
 
-@one_node(
+@custom_op(
     "score_blocks(Tensor q, Tensor lengths, Tensor compressed, Tensor weight, int block_size, Tensor? norm_weight, "
     "Tensor? inv_freq, float attention_scaling) -> Tensor",
     lambda q, lengths, compressed, *_: compressed.new_empty(compressed.shape[:3], dtype=torch.float32),
@@ -215,7 +215,7 @@ def _fake(
     return scores.new_empty(*pairs, kept, dtype=torch.int32), scores.new_empty(*pairs, dtype=torch.int32)
 
 
-@one_node(
+@custom_op(
     "select_blocks(Tensor scores, Tensor lengths, int block_size, int? token_budget, float? threshold, float? top_p, "
     "int sink_blocks) -> (Tensor, Tensor)",
     _fake,
