@@ -80,7 +80,8 @@ FILES_THAT_CHOOSE = {
     "seergate/cache/paging.py",  # the storage of ReasonCache
     "seergate/cache/sharing.py",  # which shares its pages
     "seergate/cli/demo.py",  # its comparison
-    "seergate/eval/calibration/recurrence.py",  # the measurements that LazyEviction and TriAttention name
+    "seergate/eval/calibration/query_centres.py",  # the measurement that TriAttention names
+    "seergate/eval/calibration/recurrence.py",  # and that of LazyEviction
     "seergate/eval/report/published.py",  # published numbers
     "seergate/serving/common/scoring.py",  # the scores that methods name
 }

@@ -15,7 +15,7 @@ from seergate.ops.attention import Pack
 from seergate.ops.gate_math import Branch
 from seergate.ops.losses import LossOptions
 from seergate.ops.triton_impl import compression, decode, gate_kl, packed_attention, packs, selection, teacher
-from seergate.serving.common import paged_kernels as paged
+from seergate.serving.vllm import decode_kernels as paged
 
 
 @dataclass(frozen=True)
@@ -281,7 +281,7 @@ def paged_example(dtype: torch.dtype, dim: int, block_size: int, page: int) -> E
     def call() -> None:
         paged.close_blocks(cache, *step, Branch(key_weight, *end), block_size, ("max", "min", "avg"))
         scores, _ = paged.score_pages(q, *step, Branch(query_weight, *end), block_size, page)
-        paged.chosen_places(scores, table, lengths, block_size, page, 4096, 0, 2 * page + 1, 2 * page)
+        paged.selected_block_table(scores, table, lengths, block_size, page, 4096, 0, 2 * page + 1, 2 * page)
 
     name = f"paged step {short(dtype)} d{dim} block {block_size} page {page}"
     return Example(name, call, wide=("close_kernel", "paged_score_kernel"))

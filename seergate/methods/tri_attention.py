@@ -19,7 +19,7 @@ from seergate.checks import check_choice, check_counts
 from seergate.durable import replacing, save_file
 from seergate.errors import SeergateError
 from seergate.inference_mode import without_gradients
-from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
+from seergate.methods.base import LayerSpec, Rotary, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import reduced
 from seergate.ops.gate_math import wide_dtype
@@ -158,7 +158,7 @@ class TriAttention(BudgetedMethod):
     name = "tri_attention"
     state = TriAttentionState
     plot_style = ("#AA4499", "*")
-    calibrates: ClassVar[Mapping[str, str]] = {"centres": "seergate.eval.calibration.recurrence:CentresCalibration"}
+    calibrates: ClassVar[Mapping[str, str]] = {"centres": "seergate.eval.calibration.query_centres:CentresCalibration"}
     recent_option = "recent_tokens"
     centres: Centres | str
     token_budget: int = 2048
@@ -246,47 +246,3 @@ class Pairs:
         turned[..., self.real] = real * cos - imaginary * sin
         turned[..., self.imaginary] = imaginary * cos + real * sin
         return turned
-
-
-class QueryCentresState(LayerState):
-    """Adds the new queries to its method's sums."""
-
-    method: QueryCentres
-
-    def __init__(self, spec: LayerSpec, method: QueryCentres) -> None:
-        super().__init__(spec, method)
-        self.pairs = Pairs(spec.rotary, spec.head_dim, spec.device)
-        method.rope[spec.layer] = self.pairs.rope
-
-    @without_gradients
-    def append(self, step: Step) -> None:
-        q_HSD = torch.cat([step.q_pre_BHSD[row, :, :count] for row, count in enumerate(step.counts)], dim=1).double()
-        total, moduli, count = self.method.sums.get(self.spec.layer, (0, 0, 0))
-        self.method.sums[self.spec.layer] = (
-            total + q_HSD.sum(1),
-            moduli + self.pairs.modulus(q_HSD).sum(1),
-            count + q_HSD.shape[1],
-        )
-
-
-@dataclass(kw_only=True, eq=False)
-class QueryCentres(Method):
-    """Calibration of `TriAttention`: dense attention that sums up the queries. Not a method to decode with.
-
-    Attributes:
-        sums: per layer, the sum of queries, the sum of moduli, and their number; in float64.
-        rope: see `Centres`.
-    """
-
-    name = "query_centres"
-    state = QueryCentresState
-    sums: dict[int, tuple[Tensor, Tensor, int]] = field(default_factory=dict, init=False, repr=False)
-    rope: dict[int, Tensor] = field(default_factory=dict, init=False, repr=False)
-
-    def centres(self) -> Centres:
-        """Return the means so far. Raises `SeergateError` if no query was recorded."""
-        if not self.sums:
-            raise SeergateError("no query was recorded, so there is nothing to average")
-        mean = {layer: (total / count).float() for layer, (total, _, count) in self.sums.items()}
-        modulus = {layer: (total / count).float() for layer, (_, total, count) in self.sums.items()}
-        return Centres(mean, modulus, min(count for _, _, count in self.sums.values()), dict(self.rope))

@@ -8,7 +8,8 @@ import torch
 
 from seergate import SeergateError, methods
 from seergate.cli.main import main
-from seergate.eval.calibration.recurrence import measure_recurrence, query_centres, window_of
+from seergate.eval.calibration.query_centres import query_centres
+from seergate.eval.calibration.recurrence import measure_recurrence, window_of
 from tests.support.evictors import model_of
 from tests.support.models import prompt
 from tests.support.naive import Lazy, Simulation

@@ -10,11 +10,11 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import SeergateError, methods
-from seergate.eval.calibration.recurrence import query_centres
+from seergate.eval.calibration.query_centres import QueryCentres, query_centres
 from seergate.fingerprint import fingerprint
 from seergate.methods.evicting import best
 from seergate.methods.scoring import reduced
-from seergate.methods.tri_attention import Centres, Pairs, QueryCentres, tri_scores
+from seergate.methods.tri_attention import Centres, Pairs, tri_scores
 from seergate.models import families
 from seergate.models.rope import Rotary
 from tests.support import naive_views

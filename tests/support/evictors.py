@@ -9,9 +9,10 @@ import torch
 
 import seergate
 from seergate import methods
+from seergate.eval.calibration.query_centres import QueryCentres
 from seergate.methods.evicting import CompressingMethod
 from seergate.methods.scoring import attend_and_weigh
-from seergate.methods.tri_attention import Centres, QueryCentres
+from seergate.methods.tri_attention import Centres
 from tests.support import naive, naive_views
 from tests.support.models import prompt, tiny_model
 

@@ -1,4 +1,4 @@
-"""Calibration of LazyEviction's window and TriAttention's centres on a model's own answers.
+"""Calibration of LazyEviction's window on a model's own answers.
 
 The window comes from the recurrence intervals of attention: the decode steps between those at which a token's
 probability under dense attention reached a threshold (recorded by `LazyState`, with a budget under which it evicts
@@ -7,8 +7,8 @@ nothing).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -19,14 +19,12 @@ from transformers import PreTrainedModel
 from seergate.checks import check, is_number
 from seergate.errors import SeergateError
 from seergate.eval import store
+from seergate.eval.calibration.answers import answers
 from seergate.eval.calibration.calibrator import Calibration, Prompts
 from seergate.eval.calibration.matching import EVERYTHING
-from seergate.eval.generation.batch import Batch
-from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
-from seergate.fingerprint import fingerprint
+from seergate.eval.sampling import Sampling
 from seergate.methods import LazyEviction
 from seergate.methods.lazy_eviction import LazyState
-from seergate.methods.tri_attention import Centres, QueryCentres
 from seergate.models.attach import attached
 
 
@@ -76,50 +74,6 @@ def window_of(mri: np.ndarray, share: float) -> int:
     return max(1, int(np.quantile(mri, share, method="inverted_cdf")))
 
 
-@torch.inference_mode()
-def query_centres(
-    model: PreTrainedModel,
-    prompts: Iterable[Sequence[int]],
-    *,
-    max_new_tokens: int = 1,
-    sampling: Sampling | None = None,
-    ends: Collection[int] = (),
-    made: dict[str, Any] | None = None,
-) -> Centres:
-    """Calibrate TriAttention: the mean queries of a model over prompts and the beginnings of its answers.
-
-    Args:
-        model, sampling, ends: see `measure_recurrence`.
-        prompts: token ids of any text; about 32 thousand tokens in all in the authors' runs.
-        made: conditions to store with the centres; the model's fingerprint if ``None``.
-    """
-    recorder = QueryCentres()
-    with attached(model, recorder):
-        for _ in answers(model, prompts, max_new_tokens, sampling, ends):
-            pass
-    return replace(recorder.centres(), made={"model": fingerprint(model)} if made is None else made)
-
-
-def answers(
-    model: PreTrainedModel,
-    prompts: Iterable[Sequence[int]],
-    max_new_tokens: int,
-    sampling: Sampling | None,
-    ends: Collection[int],
-) -> Iterator[Batch]:
-    """Answer prompts one by one and yield each finished answer's batch of one row. See `measure_recurrence`."""
-    choose = TokenChooser(sampling or Sampling())
-    for number, ids in enumerate(prompts):
-        row, batch = SampledRow(list(ids), number), Batch(model)
-        logits = batch.add([ids])
-        while len(row.tokens) < max_new_tokens:
-            row.tokens += choose(logits, [row])
-            if row.tokens[-1] in ends or len(row.tokens) == max_new_tokens:
-                break
-            logits = batch.step(row.tokens[-1:])
-        yield batch
-
-
 @dataclass(frozen=True)
 class WindowCalibration(Calibration):
     """Calibrates LazyEviction's window, which is limited to half of the token budget that it is a part of.
@@ -160,25 +114,3 @@ class WindowCalibration(Calibration):
     def value(self, path: Path, token_budget: int | None) -> int:
         window = int((store.read_json(path) or {})["window"])
         return max(1, min(window, (token_budget or 2 * window) // 2))
-
-
-@dataclass(frozen=True)
-class CentresCalibration(Calibration):
-    """Calibrates TriAttention's centres."""
-
-    @property
-    def file_name(self) -> str:
-        return "tri_attention.safetensors"
-
-    def made(self, path: Path) -> dict[str, Any] | None:
-        try:
-            return Centres.load(path).made
-        except SeergateError:
-            return None
-
-    def measure(
-        self, model: PreTrainedModel, prompts: Prompts, path: Path, about: Mapping[str, Any], **how: Any
-    ) -> list[str]:
-        centres = query_centres(model, prompts, made=about["made"], **how)
-        centres.save(path)
-        return [f"centres of {len(centres.mean)} layers from {centres.tokens} tokens: {path}"]

@@ -302,7 +302,7 @@ class SparseAttention:
 
     def _in_kernels(self, pages: Pages, metadata: Any, query: Tensor, output: Tensor) -> None:
         """Run a step in which all rows decode, in three launches and those of attention."""
-        from seergate.serving.common.paged_kernels import chosen_places, close_blocks, score_pages
+        from seergate.serving.vllm.decode_kernels import close_blocks, score_pages, selected_block_table
 
         assert isinstance(self.scoring, GateScores) and self.method.budget is not None
         plan, lengths_R, size = metadata.plan, metadata.seq_lens, self.method.block_size
@@ -315,7 +315,7 @@ class SparseAttention:
             close_blocks(pages.cache, *stored, gate.branch("k"), size, gate.config.k_pooling)
             scores_RKN, query_QGD = score_pages(query[:rows], *stored, gate.branch("q"), size, pages.size)
             steps = pages.page_step, pages.head_step
-            plan.chosen = {self: chosen_places(scores_RKN, *given, pages.size, *rule, *steps)}
+            plan.chosen = {self: selected_block_table(scores_RKN, *given, pages.size, *rule, *steps)}
         else:
             query_QGD = query[:rows].reshape(rows * pages.heads, -1, pages.dim)
         table_QX, lengths_Q = plan.chosen[self.anchor]

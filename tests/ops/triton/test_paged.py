@@ -13,7 +13,7 @@ from seergate.gates.gate import AttnGate
 from seergate.methods import make_method
 from seergate.ops.gate_math import Branch
 from seergate.ops.triton_impl import selection
-from seergate.serving.common import paged_kernels as paged
+from seergate.serving.vllm import decode_kernels as paged
 from seergate.serving.vllm.attention import Counts, SparseAttention, plan_of_decodes
 from seergate.serving.vllm.pages import FlashPages
 from tests.support.models import gate_scores, geometry
@@ -104,7 +104,7 @@ def test_scores_and_places(case: Case) -> None:
 
     indices, counts = method.choose(scores, rows)
     tokens_wanted = (counts - 1) * 32 + (rows.tensor[:, None] - 1) % 32 + 1
-    places, tokens = paged.chosen_places(scores, case.table, case.lengths, 32, case.page, 96, 0, 7, 3)
+    places, tokens = paged.selected_block_table(scores, case.table, case.lengths, 32, case.page, 96, 0, 7, 3)
     assert torch.equal(tokens.view(-1, K), tokens_wanted.int())
     run = 32 // case.page
     for row in range(len(LENGTHS)):
