@@ -98,15 +98,20 @@ def chat_text(
     return str(tokenizer.apply_chat_template(list(messages), tokenize=False, **options))
 
 
-def leaves_out_a_turn(
+def roles_left_out(
     messages: Iterable[dict[str, str]], text: str, render: Callable[[list[dict[str, str]]], str]
-) -> bool:
-    """Whether a chat template ignores a turn of a user, or of a role that it does not know.
+) -> set[str]:
+    """Roles of the turns whose content a chat template ignores. Those of assistants are not looked at, since templates
+    rewrite them.
 
     Args:
         text: the conversation in the template's markup, ``render(messages)``.
     """
     messages = list(messages)
-    kept = ("system", "assistant")  # whose contents templates rewrite
-    changed = [m if m["role"] in kept or m["content"].strip() in text else m | {"content": "?"} for m in messages]
-    return changed != messages and render(changed) == text
+    return {
+        turn["role"]
+        for at, turn in enumerate(messages)
+        if turn["role"] != "assistant"
+        and turn["content"].strip() not in text
+        and render([*messages[:at], turn | {"content": "?"}, *messages[at + 1 :]]) == text
+    }

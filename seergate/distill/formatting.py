@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from seergate.checks import holds_turns
 from seergate.errors import SeergateError, first_line
-from seergate.pretrained import beginning, chat_text, leaves_out_a_turn
+from seergate.pretrained import beginning, chat_text, roles_left_out
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -202,12 +202,7 @@ class Formatter:
             answer = f"{OPEN}\n{answer.lstrip()}"
         if answer.count(OPEN) > 1 or answer.count(CLOSE) > 1:
             raise MalformedRow("several think tags")
-        earlier_reasoning = False
-        for message in messages[:-1]:
-            if message["role"] == "assistant":  # in use, a model does not see the reasoning of earlier turns
-                thought, end, reply = message["content"].rpartition(CLOSE)
-                message["content"] = reply.lstrip()
-                earlier_reasoning |= bool(end and thought.replace(OPEN, "").strip())
+        earlier_reasoning = _remove_reasoning(messages[:-1])
         before, _, rest = answer.partition(OPEN)
         reasoning, end, reply = rest.partition(CLOSE)
         reasoning, in_tags = reasoning.strip(), self.reasoning_key is None
@@ -222,7 +217,8 @@ class Formatter:
         else:
             raise MalformedRow("reasoning without an end")
         text = _render(self.tokenizer, messages, self.template)
-        if leaves_out_a_turn(messages, text, lambda turns: _render(self.tokenizer, turns, self.template)):
+        ignored = roles_left_out(messages, text, lambda turns: _render(self.tokenizer, turns, self.template))
+        if ignored - {"system"}:
             raise MalformedRow("a turn whose role the chat template leaves out")
         text = text[: text.rfind(CLOSE)].rstrip() if cut and CLOSE in text else text
         system = [message for message in messages[:1] if message["role"] == "system"]
@@ -236,9 +232,21 @@ class Formatter:
             "given their opening think tag": added,
             "without reasoning": not reasoning,
             "without the reasoning of their earlier turns": earlier_reasoning,
+            "without their system turn, which the chat template leaves out": bool(ignored),
             "cut off after their last answer": len(messages) < len(turns),
         }
         return TrainingText(text, True, [note for note, holds in notes.items() if holds])
+
+
+def _remove_reasoning(earlier: list[dict[str, str]]) -> bool:
+    """Remove the reasoning of earlier turns, which a model does not see in use; return whether there was any."""
+    removed = False
+    for message in earlier:
+        if message["role"] == "assistant":
+            thought, end, reply = message["content"].rpartition(CLOSE)
+            message["content"] = reply.lstrip()
+            removed |= bool(end and thought.replace(OPEN, "").strip())
+    return removed
 
 
 def question(row: Any) -> list[dict[str, str]]:
@@ -252,6 +260,7 @@ def question(row: Any) -> list[dict[str, str]]:
         messages.pop()
     if not messages or not messages[-1]["content"].strip():
         raise MalformedRow("no messages, prompt or question")
+    _remove_reasoning(messages)
     for message in messages:
         _check_unicode(message["role"] + message["content"])
     return messages

@@ -22,6 +22,21 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
+def _plain(attention: Any) -> RopeKind:
+    """RoPE in every layer."""
+    return "plain"
+
+
+def _other(attention: Any) -> RopeKind:
+    """Something else than RoPE alone."""
+    return "other"
+
+
+def _rope_if(rotates: Callable[[Any], bool]) -> Callable[[Any], RopeKind]:
+    """RoPE in some layers only."""
+    return lambda attention: "plain" if rotates(attention) else "none"
+
+
 @dataclass(frozen=True)
 class Family:
     """Where the inputs of RoPE are hooked in one architecture, and what RoPE does.
@@ -36,16 +51,7 @@ class Family:
 
     hook_point: Literal["proj", "norm", "fused"]
     layout: Literal["flat", "BSHD", "BHSD"]
-    rope: Callable[[Any], RopeKind] = lambda attention: "plain"
-
-
-def _rope_if(rotates: Callable[[Any], bool]) -> Callable[[Any], RopeKind]:
-    """`Family.rope` of an architecture with RoPE in some layers only."""
-    return lambda attention: "plain" if rotates(attention) else "none"
-
-
-def _other(attention: Any) -> RopeKind:
-    return "other"
+    rope: Callable[[Any], RopeKind] = _plain
 
 
 _PROJ = Family("proj", "flat")

@@ -257,7 +257,9 @@ def test_a_template_whose_system_prompt_names_the_tags_is_used(written: str) -> 
         "{% for m in messages if m.role != 'system' %}<|im_start|>{{ m.role }}<|im_sep|>{{ m.content }}{% endfor %}"
     )
     row = {"messages": [{"role": "system", "content": "Use <think>."}, *chat("<think>a</think>b")["messages"]]}
-    text = Formatter(byte_tokenizer(system + turns)).text(row).text
+    text, _, notes = Formatter(byte_tokenizer(system + turns)).text(row)
+    left_out = "without their system turn, which the chat template leaves out"
+    assert (left_out in notes) == (written != "{{ messages[0].content }}")
     assert text.startswith(system.replace("{{ messages[0].content }}", "Use <think>."))
     assert text.endswith("<|im_start|>assistant<|im_sep|><think>a</think>b")
 
@@ -306,6 +308,9 @@ def test_a_conversation_as_text_is_refused(written: Callable[[Any], str]) -> Non
         assert question({"prompt": text}) == [{"role": "user", "content": text}]
     with pytest.raises(MalformedRow, match="invalid unicode"):
         question({"prompt": "half a pair: \ud83d"})
+    earlier = {"role": "assistant", "content": "<think>one and one</think>2"}
+    turns = question({"messages": [prompt, earlier, prompt, answer]})
+    assert turns == [prompt, {"role": "assistant", "content": "2"}, prompt], "without reasoning, as in training"
 
 
 @pytest.mark.parametrize("count", [1, 2])

@@ -419,8 +419,9 @@ def test_a_plain_prompt_begins_as_the_tokenizer_begins_texts(single, start, mark
     refused("template refuses the messages of problem p: no system turns", prompt_text, tokenizer, question)
     tokenizer.chat_template = "{% for m in messages if m.role in ('user', 'assistant') %}{{ m.content }}{% endfor %}"
     assert prompt_text(tokenizer, question) == "x"
-    unknown = Problem("p", "1", messages=({"role": "human", "content": "y"}, *question.messages))
-    refused("leaves out a turn of problem p, whose roles are human, user", prompt_text, tokenizer, unknown)
+    for role in ("human", "system"):
+        unknown = Problem("p", "1", messages=({"role": role, "content": "y"}, *question.messages))
+        refused(f"leaves out a turn of problem p, whose roles are {role}, user", prompt_text, tokenizer, unknown)
 
 
 def test_the_space_at_the_beginning_of_an_answer_is_kept():

@@ -178,6 +178,15 @@ ANSWERS = r"""
     A == \text{a} || (a)    \begin{pmatrix}A\end{pmatrix} == \begin{array}{cc}a\end{array}    x+X == X+x != 2x || 2X
     O(n) == O(N) != o(n)    October 10 == \text{october 10} != october 11    x+y=0, x-y=0 == y=x, y=-x != y=x, y=2x
     (1,2),(2,1) == x=1,y=2; x=2,y=1    1,1,2 == a=b=1, c=2    a=1, b=1, c=2 != a=1, c=2 || 1,2
+    \$10 == 10 != 10\%    20\% == 20\text{ percent} || 0.2 != \$20 || 20\text{ students}    5\text{ cm} != 5\% || 500\%
+    90^\circ != 90\%    1:2:3 == 1 : 2 : 3 != 1:6:1 || 1/6    2:3 == 2 : 3 || \frac{2}{3} != 2:3:1    1:05 != 2:10
+    6:30\text{ p.m.} == 6:30 p.m. != 2:10\text{ p.m.} || 6:30\text{ a.m.}    \frac{201}{101} == 1 100/101
+    \frac{1100}{101} != 1 100/101    A,C,F == \text{A, C, F} || \text{A},\text{C},\text{F} != A,C || \text{A, C}
+    \text{A, C} == A, C != A, F    \text{No solution} == No solution != No    \mathbb{R} == \mathbb R != \mathbb N
+    \sqrt[3]{4} == \sqrt[3]4 || \sqrt[3] 4 != \sqrt[3]5    \vec{v} == \vec v != \vec u
+    \binom{10}{3} == \binom{10}3 || 120
+    \cos 20^\circ == \sin 70^\circ || \cos\frac{\pi}{9} || \cos(20^{\circ}) != \cos 20 || \sin 20^\circ
+    \frac{1}{2} == \sin 30^\circ || \sin^2 45^\circ != \sin 30    \sqrt{3} == \tan 60^\circ
 """
 """Gold answer == right || right != wrong || wrong, or of which a part would be left unread; four spaces between."""
 
@@ -409,6 +418,15 @@ CONTAINED |= {"I don’t": "don't", "a cafe\u0301.": "café", "_Paris_": "Paris"
         *(("number", text, "1.75", "7/4", True) for text in ("1 3/4", r"1\frac{3}{4}", "1¾")),
         *(("number", text, "3000000", "3000000", True) for text in ("3 million", r"3\times 10^6", "3e6")),
         ("number", "x = −5", "-5", "-5", True),
+        *(
+            ("number", f"is {text}", "-5", "-5", True)
+            for text in ("-5", r"x = - 5", r"$-\,5", "10 - 15 = - 5", "-$ 5")
+        ),
+        *(
+            ("number", text, "5", "5", True)
+            for text in ("so 3 - 5", r"x \approx5", r"$3\cdot4\Rightarrow5$", "(2) - 5")
+        ),
+        ("number", r"- \frac{1}{2}", "-1/2", "-1/2", True),
         *(("number", rf"={text}", "-.75", "-3/4", True) for text in (r"\frac{-3}{4}", r"-\frac{1.5}{2}")),
         ("number", r"\frac{3,000}{-4,000}", "-0.75", "-3/4", True),
         *(("number", f"-₹{text}", "-1234567", "-1234567", True) for text in ("12,34,567", "1'234'567")),
@@ -417,7 +435,9 @@ CONTAINED |= {"I don’t": "don't", "a cafe\u0301.": "café", "_Paris_": "Paris"
         *(("number", text, "2", None, False) for text in ("x²", r"2\pi", r"\frac{x}{2}", "√2", "1/0", r"\frac{2}{0}")),
         *(("contains", text, gold, text, True) for text, gold in CONTAINED.items()),
         ("contains", "Parisian", "Paris", "Parisian", False),
-        *(("contains", text, "5", text, False) for text in ("2.5", "it is 5.75.", "5.5")),
+        *(("contains", text, "5", text, False) for text in ("2.5", "it is 5.75.", "5.5", "5,000")),
+        *(("contains", text, "500", text, False) for text in ("1,500", "It costs 500,000.")),
+        *(("contains", text, "500", text, True) for text in ("1, 500", "500, 1000", "500,10")),
         *(("contains", text, "5", text, True) for text in ("5.", "$5.00", "5.2.2020", "31.12.5", "1.5 or 5")),
     ],
 )

@@ -20,6 +20,7 @@ from seergate.eval.grading.mathematics import (
     DECORATION,
     INVISIBLE,
     SPACE,
+    TEXT,
     UNITS,
     MisreadError,
     closed,
@@ -119,8 +120,9 @@ def _whole(part: str) -> str:
     before, after = "" if ends[0] else f"(?<!{letter})", "" if ends[1] else f"(?!{letter})"
     if part[0].isdigit():  # 5 is not in 2.5, but 2020 in 21.12.2020
         before += r"(?:(?<!\d\.)|(?<=\.\d\.)|(?<=\.\d\d\.))"
+        before += r"(?<!\d,)" if re.match(r"\d{3}(?!\d)", part) else ""  # 500 is not in 1,500
     if part[-1].isdigit():
-        after += r"(?!\.0*[1-9]\d*(?!\d|\.\d))"
+        after += r"(?!\.0*[1-9]\d*(?!\d|\.\d))(?!,\d{3}(?!\d))"
     return before + re.escape(part) + after
 
 
@@ -133,7 +135,8 @@ _FRACTION = re.compile(rf"(?:(\d)\s{{0,3}})?\\[dt]?frac\s*(?:{_PART}\s*{_PART}|(
 _POWER = re.compile(r"(?:(?<=[\d}])\s*(?:\\times|\\cdot|[*x])\s*|(?<![\w.]))10\^(?:\{([-+]?\d{1,3})\}|([-+]?\d{1,3}))")
 _NUMBER = re.compile(
     r"(?<![A-Za-z\d_.^/])(?<![\^_}]\{)(?<!sqrt\{)"  # no part of a name, of a number, a power, a denominator, a root
-    r"((?:(?<![A-Za-z\d)}])[-+])?)(?:\\?[$€£¥₹])?"
+    r"((?:(?<![A-Za-z\d)}])(?:[-+](?!\s|\\[,;:! ])|(?<![A-Za-z\d)}]\s)[-+]))?)"  # after 3, "- 5" is a difference
+    r"(?:\s|\\[,;:! ])?(?:\\?[$€£¥₹]\s?)?"
     r"(?>(?:(\d+)\s+)?(\d+)\s*/\s*(0*[1-9]\d*)|((?:(?:\d{1,3}(?:,\d{3})+|\d\d?(?:,\d\d)+,\d{3})(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE]([-+]?\d{1,3}))?)"
     r"(?!\.?\d|/\d|\^\{?[-\d]|\s*\\(?:sqrt|pi)(?![A-Za-z]))([A-Za-z_]*)"
 )
@@ -155,6 +158,7 @@ def last_number(text: str) -> str | None:
     """
     text = _SPACED.sub(lambda match: match[0].replace(" ", ","), _GROUP.sub(",", text[-10_000:]))
     text = multiplied(latex(text))
+    text = re.sub(r"(\\(?!sqrt|pi)[A-Za-z]+)(?=\d)", r"\1 ", text)  # \approx5
     text = _FRACTION.sub(_quotient, text)
     text = _POWER.sub(lambda m: f"{'1' if m[0].startswith('10') else ''}e{m[1] or m[2]}", text)
     numbers = [match for match in _NUMBER.finditer(text) if not match[7] or match[7].removesuffix("s") in UNITS]
@@ -225,10 +229,16 @@ def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     """The answer must be mathematically equivalent to the gold answer, by math-verify."""
     if answer == gold.strip():
         return True, "equal as text"
+    upright = [" ".join(re.sub(TEXT, r" \1 ", DECORATION.sub("", each)).split()) for each in (gold, answer)]
     gold, answer = plain(gold), plain(answer)
-    right, text = (re.sub(r"\s+(?!\w)|(?<!\w)\s+", "", closed(each)) for each in (gold, answer))  # { x } as {x}
-    if text == right or (_WORDS.fullmatch(answer) and _WORDS.fullmatch(gold) and answer.lower() == gold.lower()):
-        return True, "equal as text but for how it is set"
+    for right, given in ((gold, answer), upright):
+        right_text, text = (
+            re.sub(r"\s+(?!\w)|(?<!\w)\s+", "", closed(each)) for each in (right, given)
+        )  # { x } as {x}
+        if text == right_text or (
+            _WORDS.fullmatch(given) and _WORDS.fullmatch(right) and given.lower() == right.lower()
+        ):
+            return True, "equal as text but for how it is set"
     try:
         gold, answer = readable(gold, answer)
     except MisreadError as error:

@@ -17,7 +17,13 @@ SPACE = r"(?:\\[,;:! ]|~|[^\S\n])"
 INVISIBLE = re.compile("[\u200b-\u200d\u2060\ufeff]")
 
 _ARGUMENT = r"(\{[^{}]*\}|\\[A-Za-z]+(?![A-Za-z]|\s*\{)|[^\s{}\\])"
-_FRACTION = re.compile(rf"\\[dt]?frac\s*{_ARGUMENT}\s*{_ARGUMENT}")  # of simple arguments, in braces or without
+_FRACTION = re.compile(rf"\\[dt]?(frac|binom)\s*{_ARGUMENT}\s*{_ARGUMENT}")  # of arguments in braces or without
+_UNBRACED = re.compile(
+    r"(\\(?:math(?:bb|bf|cal|frak)|vec|hat|bar|overline)|\\sqrt\s*\[[^\[\]]*\])(?:\s+([A-Za-z\d])|(?<=\])([A-Za-z\d])|(\d))"
+)
+_DEGREES = re.compile(  # of a function
+    r"(\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])(?:\s*\^\s*\{?-?\d\}?)?[\s({]*)(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?"
+)
 DECORATION = re.compile(
     r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:underline|boldsymbol|bm|bf|it|rm|sf|tt|limits|(?:display|text|script)style"
     r"|[bB]igg?[lrm]?|tiny|scriptsize|footnotesize|small|normalsize|[Ll]arge|LARGE|[Hh]uge)(?![A-Za-z])"
@@ -35,6 +41,9 @@ _NOTHING = re.compile(
 )
 _RECURRING = re.compile(r"(?<![\w.])(\d*)\.(\d*)\\(?:overline|bar)\s*(?:\{\s*(\d+)\s*\}|(\d))(?![\d.])")
 _MIXED = re.compile(rf"(?<![\w.^}}/])(\d+){SPACE}+(\d+)/(\d+)(?!\.?\d|/)")
+_CLOCK = re.compile(  # 1:2:3 or a time
+    r"\d\s*:\s*\d+\s*:\s*\d|\d\s*:\s*0\d|\d:\d\d\W*(?:\\text\s*\{\s*)?[ap]\.?\s?m(?![A-Za-z])", re.IGNORECASE
+)
 _MULTIPLES = {"hundred": 2, "thousand": 3, "million": 6, "billion": 9, "trillion": 12}
 _MULTIPLE = re.compile(
     rf"(?<=[\d}}]){SPACE}*(\\text\s*\{{\s*)?((?:{'|'.join(_MULTIPLES)})(?:{SPACE}+(?:{'|'.join(_MULTIPLES)}))*)(?![A-Za-z])"
@@ -85,6 +94,11 @@ def _recurring(match: re.Match[str]) -> str:
     return rf"\frac{{{top}}}{{{'9' * len(period)}{'0' * len(fixed)}}}"
 
 
+def _mixed(match: re.Match[str]) -> str:
+    """A whole number and a proper fraction as their sum."""
+    return rf"{match[1]}\frac{{{match[2]}}}{{{match[3]}}}" if int(match[2]) < int(match[3]) else match[0]
+
+
 def plain(text: str) -> str:
     r"""Normalise an answer for math-verify: nothing around the formula, no punctuation at the end; ``^\circ``
     for a degree sign; a fraction's numerator and denominator in braces; no spaces between thousands; mixed numbers,
@@ -104,14 +118,17 @@ def plain(text: str) -> str:
         text,
     )
     text = _FRACTION.sub(
-        lambda match: "".join((r"\frac", *("{" + part.strip("{}") + "}" for part in match.groups()))), text
+        lambda match: "".join((f"\\{match[1]}", *("{" + part.strip("{}") + "}" for part in match.group(2, 3)))), text
     )
     text = _RECURRING.sub(_recurring, text)
-    text = _MIXED.sub(r"\1\\frac{\2}{\3}", _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text))
+    text = _UNBRACED.sub(lambda match: f"{match[1]}{{{match[match.lastindex or 0]}}}", text)
+    text = _DEGREES.sub(r"\1\\frac{\2\\pi}{180}", text)
+    text = _MIXED.sub(_mixed, text)  # before the thousands: 1 100/101
+    text = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     text = multiplied(text)
-    if not re.match(rf"{_TEXT}(?:{_TEXT}|[A-Za-z0-9 ()])*\Z", text):
+    if not re.match(rf"{TEXT}(?:{TEXT}|[A-Za-z0-9 ()])*\Z", text):
         return text
-    text = re.sub(_TEXT, r" \1 ", text)
+    text = re.sub(TEXT, r" \1 ", text)
     return plain(text) if _FORMULA.search(text) else " ".join(re.findall(r"\w+", text))
 
 
@@ -128,10 +145,10 @@ _UNITS = """
 
 UNITS = {name: names.split()[0] for names in _UNITS.split(";") for name in names.split()}
 """A unit's names, and the one that stands for all."""
-_TEXT = r"\\(?:text[a-z]*|math(?:rm|it|sf|tt)|[mh]box|operatorname\*?)\s*\{([^{}]*)\}"
+TEXT = r"\\(?:text[a-z]*|math(?:rm|it|sf|tt)|[mh]box|operatorname\*?)\s*\{([^{}]*)\}"
 _FORMULA = re.compile(r"(?<![A-Za-z])-\s*\d|[+/.=^$<>:]\s*\d|\d\s*([+/=^*<>%]|-(?![A-Za-z]))|\d[.,:]\d")  # not F-2
 _LAST_WORDS = re.compile(
-    rf"(?<![_^{{])(?:{_TEXT}|((?<![A-Za-z\\])[A-Za-z]+(?:[ /-][A-Za-z]+)*))\s*(?:\^\s*\{{?\s*(-?\d)\s*\}}?)?\Z"
+    rf"(?<![_^{{])(?:{TEXT}|((?<![A-Za-z\\])[A-Za-z]+(?:[ /-][A-Za-z]+)*))\s*(?:\^\s*\{{?\s*(-?\d)\s*\}}?)?\Z"
 )
 _JOINED = re.compile(r",?\s*(?:\\text\s*\{\s*,?\s*(?:or|and)\s*\}|(?<![A-Za-z\\])(?:or|and)(?![A-Za-z]))")
 _SIGNS = """
@@ -157,7 +174,7 @@ _UNIT_SIGN = re.compile(rf"\\?\$\s*({_NUMBER.pattern})|({_NUMBER.pattern})\s*\^\
 _COMMAND = r"\\(?:begin|end)\{\w*\}(?:\{[clr| ]*\})?|\\[A-Za-z]+"
 _LETTER = re.compile(rf"{_COMMAND}|[Oo]\(|([A-Za-z])")  # O(n) is not o(n)
 _ARROW = re.compile(r"\\to(?![A-Za-z])|[-=]>")
-_NAME = re.compile(rf"\s*(?:{_TEXT}|\\?[A-Za-z]+)(?:_(?:\w|\{{\w+\}}))?\s*")
+_NAME = re.compile(rf"\s*(?:{TEXT}|\\?[A-Za-z]+)(?:_(?:\w|\{{\w+\}}))?\s*")
 _BASE = re.compile(r"\d_\{?\(?(\d+)\)?\}?$")
 _SIDE_BY_SIDE = re.compile(rf"(?<![\d._^])\d+(?:\.\d+)?(?:{SPACE}|\\q?quad)+\d")  # an index or a power may come first
 _TUPLE = re.compile(r"\((?:[^()]|\([^()]*\))*,(?:[^()]|\([^()]*\))*\)")
@@ -213,8 +230,8 @@ def _without_unit(text: str, upright: set[str]) -> tuple[str, list[str]]:
 
 def _words(text: str, letters: set[str]) -> set[str]:
     """The words in a formula. Adjacent letters are a product, not a word, if the gold answer has all of them."""
-    inside = " ".join(match[1] for match in re.finditer(_TEXT, text))
-    outside = re.sub(rf"{_COMMAND}|(?<=[A-Za-z])_\{{[^{{}}]*\}}", " ", re.sub(_TEXT, " ", text))
+    inside = " ".join(match[1] for match in re.finditer(TEXT, text))
+    outside = re.sub(rf"{_COMMAND}|(?<=[A-Za-z])_\{{[^{{}}]*\}}", " ", re.sub(TEXT, " ", text))
     words = {word for word in re.findall(r"[A-Za-z]{2,}", outside) if not set(word) <= letters}
     return {word.lower() for word in (*words, *re.findall(r"[A-Za-z0-9]+", inside))}
 
@@ -294,17 +311,23 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
         gold = _JOINED.sub(", ", gold)
     if len(_values(gold)) > 1 or re.search(r"\\[pm]{2}(?![A-Za-z])", gold):
         answer = _JOINED.sub(", ", answer)
-    upright = set(re.findall("[A-Za-z]+", " ".join(re.findall(_TEXT, gold + answer))))
+    upright = set(re.findall("[A-Za-z]+", " ".join(re.findall(TEXT, gold + answer))))
+    if _CLOCK.search(gold) or _CLOCK.search(answer):
+        raise MisreadError("a time, or a ratio of several numbers, that is not the same text")
+    whole = gold, answer
     (gold, unit), (answer, other) = _without_unit(gold, upright), _without_unit(answer, upright)
+    for text, another in zip(whole, (other, unit), strict=True):
+        if another and another != ["percent"] and re.search(r"%\s*\Z", text):
+            raise MisreadError("a percentage and another unit")
     if unit and other and unit != other:
         raise MisreadError(f"another unit: {' '.join(other)} for {' '.join(unit)}")
     gold_signs = {match[0] for match in _FOREIGN.finditer(gold)}
     if strange := next((match[0] for match in _FOREIGN.finditer(answer) if match[0] not in gold_signs), None):
         raise MisreadError(f"the sign {strange!r}, which the gold answer does not have")
-    commands, gold_commands = (set(re.findall(r"\\([A-Za-z]+)", re.sub(_TEXT, " ", text))) for text in (answer, gold))
+    commands, gold_commands = (set(re.findall(r"\\([A-Za-z]+)", re.sub(TEXT, " ", text))) for text in (answer, gold))
     if strange := min(commands - gold_commands - set(_SIGNS.split()), default=None):
         raise MisreadError(f"\\{strange}, which the gold answer does not have")
-    letters = set(re.sub(rf"{_TEXT}|\\[A-Za-z]+", "", gold))
+    letters = set(re.sub(rf"{TEXT}|\\[A-Za-z]+", "", gold))
     name, equals, value = answer.partition("=")
     named = equals and not any(map(_DENIAL.fullmatch, _words(name, letters)))
     if strange := min(_words(value if named else answer, letters) ^ _words(gold, letters), default=None):

@@ -6,6 +6,7 @@ given up its rights (`seergate.eval.grading.confined`).
 
 from __future__ import annotations
 
+import ast
 import functools
 import importlib.util
 import json
@@ -118,11 +119,22 @@ def answered_program(completion: str, gold: str) -> str | None:
     if not record.get("chat"):
         return completion
     blocks, definition = fenced_blocks(final_part(completion)), f"def {record['entry_point']}("
-    functions = [block for block in blocks if definition in block or _BODY.match(block)]
+    whole = any(definition in block and not _is_stub(block) for block in blocks)
+    functions = [block for block in blocks if definition in block or (_BODY.match(block) and not whole)]
     program = [*blocks[-1:], *functions][-1] if blocks else ""
     program = dedent(program) if definition in program else program
     program = re.sub(r"(?m)^from __future__ import .*\n?", "", program)  # must come first, where the prompt is
     return f"\n{program}" if program.strip() else None
+
+
+def _is_stub(block: str) -> bool:
+    """Whether the functions in a block have no statements but docstrings, ``...`` and ``pass``."""
+    try:
+        tree = ast.parse(dedent(block))
+    except SyntaxError:
+        return True
+    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
+    return all(isinstance(line, ast.Expr | ast.Pass) for each in functions for line in each.body)
 
 
 def run_program(gold: str, program: str, *, seconds: int = SECONDS, wall: float | None = None) -> tuple[bool, str]:

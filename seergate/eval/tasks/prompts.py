@@ -9,7 +9,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
 from seergate.eval.tasks.task import Problem
-from seergate.pretrained import beginning, chat_text, leaves_out_a_turn
+from seergate.pretrained import beginning, chat_text, roles_left_out
 
 
 def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, *, today: bool = False) -> str:
@@ -31,7 +31,7 @@ def prompt_text(tokenizer: PreTrainedTokenizerBase, problem: Problem, *, today: 
 
     try:
         text = render(problem.messages)
-        ignored = leaves_out_a_turn(problem.messages, text, render)
+        ignored = roles_left_out(problem.messages, text, render)
     except TemplateError as error:
         raise SeergateError(
             f"the model's chat template refuses the messages of problem {problem.problem_id}: {error}"
