@@ -32,6 +32,19 @@ _FIXED_CLOCK = (
 """The beginning of a chat template in which the time is `DATE`. transformers passes no functions to templates."""
 
 
+HUB_OPTIONS = ("token", "cache_dir", "local_files_only", "revision", "subfolder", "force_download")
+MODEL_OPTIONS = {
+    *("adapter_kwargs", "adapter_name", "allow_all_kernels", "attn_implementation", "code_revision", "fusion_config"),
+    *("device_map", "device_mesh", "disable_mmap", "distributed_config", "tqdm_class"),
+    *("dtype", "experts_implementation", "generation_config", "ignore_mismatched_sizes"),
+    *("kernel_config", "key_mapping", "low_cpu_mem_usage", "max_memory", "offload_buffers", "offload_folder"),
+    *("proxies", "quantization_config", "state_dict", "torch_dtype", "tp_plan", "tp_size", "trust_remote_code"),
+    *("use_kernels", "use_safetensors", "variant", "weights_only"),
+}
+"""Options of `AutoModelForCausalLM.from_pretrained` that are not fields of the model's configuration; transformers has
+no list of them."""
+
+
 def read_pretrained(what: str, name: str | os.PathLike[str], read: Callable[..., Any], **options: Any) -> Any:
     """Call a ``from_pretrained`` and report its errors as a `SeergateError` of one sentence."""
     file = gguf_file(name)
@@ -53,7 +66,8 @@ def read_pretrained(what: str, name: str | os.PathLike[str], read: Callable[...,
         if _SHARD.search(file.name):
             raise SeergateError(f"{file} is one of several files of a GGUF model; {_MERGE}")
         options["gguf_file"] = file.name
-    options = {"trust_remote_code": False, **{key: value for key, value in options.items() if value is not None}}
+    unset = {name for name, value in options.items() if value is None} & {*HUB_OPTIONS, *MODEL_OPTIONS}
+    options = {"trust_remote_code": False, **{name: value for name, value in options.items() if name not in unset}}
     from_hub = here is None
     commit = f" at {revision}" if (revision := options.get("revision")) else ""
     unread = f"the {what} {name}{commit}{' is no directory here and' if from_hub else ''} could not be loaded"

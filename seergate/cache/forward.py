@@ -93,13 +93,14 @@ class ForwardModes:
         self.newest: Tensor | None = None
         self.selections: dict[int, list[Any]] = {}
         self.thread: int | None = None
+        self.generate_thread: int | None = None  # in which `generate` runs
         self._drafting: tuple[Any, Any, int] | None = None  # weak references to drafter and cache; slots of the prompt
         self._generating: tuple[Any, Any] | None = None  # the same to `generate`'s configuration and cache
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which have no part in a running ``generate``; weak references cannot be pickled."""
         kept = {**vars(self), "selections": {}}
-        return kept | dict.fromkeys(("agreed", "rows", "newest", "_drafting", "_generating"))
+        return kept | dict.fromkeys(("agreed", "rows", "newest", "generate_thread", "_drafting", "_generating"))
 
     @contextmanager
     def _during(self, **state: Any) -> Iterator[None]:
@@ -144,6 +145,18 @@ class ForwardModes:
     def generating(self, configuration: Any, cache: Any) -> None:
         """Note that a call of ``generate`` fills ``cache`` as long as its ``configuration`` exists."""
         self._generating = ref(configuration), ref(cache)
+
+    @contextmanager
+    def one_generate(self) -> Iterator[None]:
+        """Forget at the end of a call of ``generate`` what it noted, also if it fails; refuse a second thread."""
+        if self.generate_thread not in (None, get_ident()):
+            raise SeergateError(TWO_THREADS)
+        before = self.generate_thread, self._drafting, self._generating
+        self.generate_thread = get_ident()
+        try:
+            yield
+        finally:
+            self.generate_thread, self._drafting, self._generating = before
 
     def begin(self, slots: int | None) -> None:
         """Called by the first gated layer of a pass, with its slots: forget what the pass before shared."""

@@ -11,6 +11,7 @@ import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
+from threading import get_ident
 from typing import Any, TypeVar
 
 import transformers
@@ -159,7 +160,13 @@ class Handle(Attachment):
         self.storage.reset()
 
     def detach(self) -> None:
-        """Restore the model to its original state. Further calls have no effect."""
+        """Restore the model to its original state. Further calls have no effect.
+
+        Raises:
+            SeergateError: if another thread is in the model's ``generate``.
+        """
+        if self.passes.generate_thread not in (None, get_ident()):
+            raise SeergateError("another thread is in the model's generate; wait for its end, then detach the method")
         if self.correction is not None:
             self.correction.remove()
             self.correction = None

@@ -285,6 +285,10 @@ class LayerBinding:
             )
         layers, method = cache.layers, self.handle.method
         while len(layers) <= self.layer:  # a cache without a configuration creates its layers on demand
+            if cache.layer_class_to_replicate is None:
+                raise SeergateError(
+                    f"this cache has {len(layers)} layers, fewer than the model; make it for this model"
+                )
             layers.append(cache.layer_class_to_replicate())
         layer = layers[self.layer]
         if self._is_compiled(layer, new):

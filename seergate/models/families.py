@@ -97,7 +97,7 @@ REFUSED: dict[str, str] = {
 def text_config(model: PreTrainedModel) -> Any:
     """The configuration of a model's language part; refuses anything but a language model of transformers."""
     config: Any = getattr(model, "config", None)
-    if not isinstance(model, nn.Module) or not hasattr(config, "get_text_config"):
+    if not (isinstance(model, nn.Module) and hasattr(config, "get_text_config") and hasattr(model, "get_decoder")):
         raise SeergateError(f"model is a {type(model).__name__}; it must be a causal language model of transformers")
     return config.get_text_config()
 

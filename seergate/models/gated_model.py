@@ -10,24 +10,15 @@ from seergate.errors import SeergateError
 from seergate.models.attach import attach
 from seergate.models.gate_bank import GateBank
 from seergate.models.loading import base_config, load_base, skeleton
+from seergate.models.masks import FLEX
 from seergate.models.resolving import check_decode_options, check_given, decode_options, method_of
 from seergate.paths import directory_here, is_hub_id, is_local_model
+from seergate.pretrained import MODEL_OPTIONS
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
     from seergate.cache.storage import KVBackend
-
-MODEL_OPTIONS = {
-    *("adapter_kwargs", "adapter_name", "allow_all_kernels", "attn_implementation", "code_revision", "fusion_config"),
-    *("device_map", "device_mesh", "disable_mmap", "distributed_config", "tqdm_class"),
-    *("dtype", "experts_implementation", "generation_config", "ignore_mismatched_sizes"),
-    *("kernel_config", "key_mapping", "low_cpu_mem_usage", "max_memory", "offload_buffers", "offload_folder"),
-    *("proxies", "quantization_config", "state_dict", "torch_dtype", "tp_plan", "tp_size", "trust_remote_code"),
-    *("use_kernels", "use_safetensors", "variant", "weights_only"),
-}
-"""Options of `AutoModelForCausalLM.from_pretrained` that are not fields of the model's configuration; transformers has
-no list of them."""
 
 
 def load(
@@ -83,6 +74,8 @@ def load(
     of_config = {name: value for name, value in options.items() if name not in MODEL_OPTIONS}
     if of_config:
         config_of_base = base_config(base, revision=pinned, **hub, **of_config)
+    if "flex" in str(options.get("attn_implementation")):
+        raise SeergateError(FLEX)
     without_weights = skeleton(config_of_base)
     attach(without_weights, method, correction=correction, storage=storage)  # refuses before weights are read
     model = load_base(base, revision=pinned, **hub, **options)

@@ -38,6 +38,9 @@ def seergate_attention(
     return swapped(query, key, value, attention_mask, **kwargs)
 
 
+AttentionInterface.register(ATTENTION_NAME, seergate_attention)  # here, as unpickled models need it
+
+
 def layer_spec(model: PreTrainedModel, layer: int, attention: Any) -> LayerSpec:
     """Return the `LayerSpec` of a layer for one row, from which a method creates its state."""
     config = families.text_config(model)
@@ -145,7 +148,6 @@ class AttentionSwap:
     """
 
     def __init__(self, attention: nn.Module, pre_hook: Any, function: Callable[..., Any]) -> None:
-        AttentionInterface.register(ATTENTION_NAME, seergate_attention)
         self._attention, self._config = attention, attention.config
         own: Any = copy.copy(attention.config)
         own._attn_implementation_internal = ATTENTION_NAME

@@ -12,7 +12,7 @@ from collections.abc import Callable
 from typing import Any
 
 from torch import Tensor
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from seergate.cache.forward import CACHE, ForwardModes
 
@@ -20,18 +20,22 @@ NO_CACHE = (
     "generate runs with use_cache=False, so the attached method has nothing to choose from: every step is dense; "
     "pass use_cache=True, which the model's configuration may deny"
 )
+_GENERATE = "generate"
 _METHOD = "_prefill"  # method of transformers' `GenerationMixin` that reads a prompt
 _DRAFTER = "_get_candidate_generator"  # method that creates the drafter, which exists for one assisted `generate`
 _COMPILES = "_valid_auto_compile_criteria"  # method that decides whether `generate` compiles decode steps
 
 
 class PromptReader:
-    """Wraps the methods of a model that `generate` calls to prefill, to create the drafter of assisted decoding, and
-    to decide whether to compile decode steps. Decode steps are not compiled if ``compiles()`` is false.
+    """Wraps `generate`, and the methods that it calls to prefill, to create the drafter of assisted decoding, and to
+    decide whether to compile decode steps. Decode steps are not compiled if ``compiles()`` is false.
     """
 
     def __init__(self, model: PreTrainedModel, passes: ForwardModes, compiles: Callable[[], bool]) -> None:
         self.model, self.passes, self._allowed = generating(model), passes, compiles
+        self._replaced = vars(self.model).get(_GENERATE)  # by the user
+        if hasattr(self.model, _GENERATE):
+            setattr(self.model, _GENERATE, self._generate)
         if hasattr(self.model, _METHOD):
             setattr(self.model, _METHOD, self)
         if hasattr(self.model, _DRAFTER):
@@ -41,12 +45,22 @@ class PromptReader:
 
     def remove(self) -> None:
         """Restore the model's own methods. Further calls have no effect."""
+        if vars(self.model).get(_GENERATE) == self._generate:
+            delattr(self.model, _GENERATE)
+            if self._replaced is not None:
+                setattr(self.model, _GENERATE, self._replaced)
         if vars(self.model).get(_METHOD) is self:
             delattr(self.model, _METHOD)
         if vars(self.model).get(_DRAFTER) == self._make_drafter:
             delattr(self.model, _DRAFTER)
         if vars(self.model).get(_COMPILES) == self._compiles:
             delattr(self.model, _COMPILES)
+
+    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+        with self.passes.one_generate():
+            if self._replaced is not None:
+                return self._replaced(*args, **kwargs)
+            return getattr(type(self.model), _GENERATE)(self.model, *args, **kwargs)
 
     def __call__(self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the model's `_prefill` in prefill mode, and warn of a missing cache."""
@@ -86,6 +100,5 @@ class PromptReader:
 
 
 def generating(model: Any) -> Any:
-    """Return the model whose methods `generate` calls: the model inside a PEFT or compiled wrapper."""
-    model = getattr(model, "_orig_mod", model)
-    return model.get_base_model() if hasattr(model, "get_base_model") else model
+    """Return the model whose methods `generate` calls: the one inside PEFT's, the compiler's or another wrapper."""
+    return next((part for part in model.modules() if isinstance(part, GenerationMixin)), model)

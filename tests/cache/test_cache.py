@@ -1,7 +1,10 @@
 """A cache that fails to grow, is copied, cropped deeply, emptied, hidden by masks, or used by another method."""
 
 import copy
+import json
 import pickle
+import subprocess
+import sys
 from itertools import count
 
 import pytest
@@ -205,6 +208,17 @@ def test_a_copied_model_has_its_own_method(model, duplicate):
         assert seergate.handle_of(twin).method is not handle.method
         assert torch.equal(twin.generate(prompt(40), max_new_tokens=8), expected)
     assert torch.equal(twin.generate(prompt(40), max_new_tokens=8), expected)
+
+
+@pytest.mark.slow
+def test_a_pickled_model_decodes_in_a_new_process(model, tmp_path):
+    with seergate.attached(model, gates(model), token_budget=16):
+        expected = model.generate(prompt(40), max_new_tokens=8).tolist()
+        (tmp_path / "model").write_bytes(pickle.dumps(model))
+    code = "import pickle, sys, torch; model = pickle.load(open(sys.argv[1], 'rb'))\n"
+    code += "print(model.generate(torch.tensor(eval(sys.argv[2])), max_new_tokens=8).tolist())"
+    arguments = [sys.executable, "-c", code, str(tmp_path / "model"), repr(prompt(40).tolist())]
+    assert json.loads(subprocess.check_output(arguments, text=True).splitlines()[-1]) == expected
 
 
 def test_a_later_mask_may_hide_the_padding_after_a_rows_end(model):

@@ -108,7 +108,8 @@ def test_assisted_decoding_beside_padding_and_rectification():
 
 
 @torch.no_grad()
-def test_a_question_after_an_interrupted_answer_is_a_prompt():
+@pytest.mark.parametrize("generates", [True, False])
+def test_a_question_after_an_interrupted_answer_is_a_prompt(generates):
     """Also while the traceback of the error keeps the drafter alive."""
     model, ids = tiny_model("qwen3").double(), prompt(12, 5).repeat(1, 4)
 
@@ -125,8 +126,33 @@ def test_a_question_after_an_interrupted_answer_is_a_prompt():
         assert kept.tb is not None
         cache.crop(-(cache.get_seq_length() - 48))
         handle.reset_stats()
-        model.generate(torch.cat((ids, prompt(20, 9)), 1), past_key_values=cache, max_new_tokens=1)
+        if generates:
+            model.generate(torch.cat((ids, prompt(20, 9)), 1), past_key_values=cache, max_new_tokens=1)
+        else:
+            model(prompt(20, 9), past_key_values=cache)
         assert handle.stats()["steps"] == 0
+
+
+class Wrapper(torch.nn.Module):
+    """Passes on what it lacks, as the wrappers of other libraries do."""
+
+    def __init__(self, model):
+        super().__init__()
+        self.inner = model
+
+    def __getattr__(self, name):
+        own = vars(self)["_modules"]
+        return own[name] if name in own else getattr(own["inner"], name)
+
+
+@torch.no_grad()
+def test_drafts_of_a_wrapped_model():
+    model, ids = tiny_model("qwen3").double(), prompt(12, 5).repeat(1, 4)
+    bank = gates(model).double()
+    with seergate.attached(Wrapper(model), bank, token_budget=2 * BLOCK):
+        text = model.generate(ids, max_new_tokens=24, prompt_lookup_num_tokens=4)
+    assert text[0, 48:].tolist() == slow_text(model, bank, ids, 24)
+    assert not {"generate", "_prefill"} & set(vars(model))
 
 
 @torch.no_grad()

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from transformers import DynamicCache
+from transformers import DynamicCache, Gemma3Config, Gemma3ForConditionalGeneration
 
 import seergate
 from seergate import DecodeConfig, Rectify, SeergateError, methods
@@ -58,7 +58,27 @@ def test_a_rectified_cache_is_a_dense_one(name, family, every):
             if correction:
                 same_tokens(cache, dense[80], 80)
                 with pytest.raises(SeergateError, match="input_ids"):
-                    model(inputs_embeds=model.get_input_embeddings()(prompt(1)), past_key_values=cache)
+                    model(inputs_embeds=torch.zeros(1, 1, model.config.hidden_size), past_key_values=cache)
+
+
+@torch.no_grad()
+def test_a_multimodal_class_decodes_text_as_the_text_model_does():
+    """Such a class gives its decoder embeddings."""
+    text = tiny_model("gemma3_text", layer_types=["full_attention"] * 2)
+    vision = {"hidden_size": 32, "intermediate_size": 32, "num_hidden_layers": 1, "num_attention_heads": 2}
+    config = Gemma3Config(
+        text_config=text.config.to_dict(), vision_config=vision | {"image_size": 28, "patch_size": 14}
+    )
+    model = Gemma3ForConditionalGeneration(config).eval().requires_grad_(False)
+    model.generation_config = text.generation_config
+    model.model.language_model.load_state_dict(text.model.state_dict())
+    model.lm_head.load_state_dict(text.lm_head.state_dict())
+    told, method = [], methods.Quest(token_budget=2 * BLOCK, block_size=BLOCK, dense_layers=())
+    for each in (text, model):
+        with seergate.attached(each, method, correction=Rectify(4)) as handle:
+            tokens = each.generate(prompt(60), max_new_tokens=18).tolist()
+            told.append((tokens, handle.stats()["rectification"]))
+    assert told[0] == told[1] and told[0][1]["passes"] == 4
 
 
 def test_generate_against_a_loop_that_reads_tokens_again(model):

@@ -5,6 +5,7 @@ import os
 import re
 import stat
 import warnings
+from unittest.mock import patch
 
 import pytest
 import torch
@@ -85,6 +86,10 @@ def test_base_and_gates_are_loaded_together_and_saved_apart(bank, path, tmp_path
     refused("no method is attached", seergate.handle_of, model)
     assert load_file(tmp_path / "out" / "model.safetensors").keys() <= direct.state_dict().keys()
     assert "seergate" not in (tmp_path / "out" / "config.json").read_text()
+    assert seergate.load(path, token_budget=16, pad_token_id=None, dtype=None).config.pad_token_id is None
+    with patch("seergate.models.gated_model.load_base") as read:
+        refused("flex_attention", seergate.load, path, token_budget=16, attn_implementation="flex_attention")
+    assert not read.called, "before the weights are read"
     for kind in (AutoModelForCausalLM, AutoConfig):
         with pytest.raises(ValueError, match=r"load them with seergate\.load"):
             kind.from_pretrained(path)

@@ -1,5 +1,8 @@
 """What a handle tells of itself, and what it leaves behind."""
 
+import threading
+from unittest.mock import Mock
+
 import torch
 from transformers import AutoModelForCausalLM, DynamicCache
 
@@ -30,6 +33,43 @@ def test_a_correction_is_detached_too(model):
     assert not model.model._forward_hooks and "detached" in repr(handle)
     assert torch.equal(model.generate(prompt(45), max_new_tokens=12), plain)
     seergate.attach(model, "streaming_llm", token_budget=2 * BLOCK).detach()
+
+
+@torch.no_grad()
+def test_a_method_is_not_detached_while_another_thread_generates(model):
+    begun, go_on, texts = threading.Event(), threading.Event(), []
+
+    def wait(ids, scores, **_):
+        begun.set()
+        assert go_on.wait(60)
+        return False
+
+    plain = model.generate
+    handle = seergate.attach(model, "quest", token_budget=16, block_size=8)
+    options = {"max_new_tokens": 4, "stopping_criteria": [wait]}
+    thread = threading.Thread(target=lambda: texts.append(model.generate(prompt(40), **options)))
+    thread.start()
+    assert begun.wait(60)
+    refused("another thread is in the model's generate", handle.detach)
+    go_on.set()
+    thread.join()
+    handle.detach()
+    assert len(texts) == 1 and model.generate == plain
+
+
+def test_a_generate_that_a_user_has_replaced_is_called_and_restored(model):
+    model.generate = mine = Mock(return_value=1)
+    with seergate.attached(model, "quest", token_budget=32):
+        assert model.generate(2) == 1
+    assert model.generate is mine and mine.call_args.args == (2,)
+    del model.generate
+
+
+def test_a_cache_for_fewer_layers_is_refused(model):
+    cache = DynamicCache(config=model.config)
+    del cache.layers[1:]
+    with seergate.attached(model, "quest", token_budget=32):
+        refused("has 1 layers, fewer than the model", model, prompt(20), past_key_values=cache)
 
 
 def test_gates_saved_beside_a_model_are_loaded_with_it(tmp_path):
