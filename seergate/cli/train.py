@@ -25,6 +25,7 @@ from seergate.cli.console import guarded
 from seergate.cli.openmp import bound_spinning
 from seergate.config import is_retention
 from seergate.distill.config import TrainConfig, load_train_config, option_parser, overridden, read_options
+from seergate.errors import SeergateError
 from seergate.models.names import presets
 from seergate.options import Parser
 from seergate.paths import shipped
@@ -51,7 +52,9 @@ def train_parser(prog: str | None, description: str, examples: Sequence[str], *,
     listing = textwrap.fill("presets: " + ", ".join(presets()), 100, subsequent_indent="  ", break_on_hyphens=False)
     epilog = "\n".join(("examples:", *(f"  {line}" for line in examples), "", listing))
     parser = option_parser(prog=prog, description=description, epilog=epilog)
-    parser.add_argument("--config", metavar="FILE", help="YAML file of options; the command line wins over it")
+    parser.add_argument(
+        "--config", metavar="FILE", action="append", help="YAML file of options; the command line wins over it"
+    )
     parser.add_argument(
         "--dry-run", action="store_true", help="print the resolved options and what the run will need, and stop"
     )
@@ -63,9 +66,11 @@ def train_parser(prog: str | None, description: str, examples: Sequence[str], *,
 
 def given_options(options: dict[str, Any]) -> dict[str, Any]:
     """The training options given by ``--config`` and by the command line, without defaults."""
-    file, launched = options.pop("config", None), options.pop("local_rank", None) is not None
+    files, launched = options.pop("config", None) or [], options.pop("local_rank", None) is not None
     options.pop("dry_run", None)
-    values = overridden(read_options(Path(file)) if file else {}, options)
+    if len(files) > 1:
+        raise SeergateError("--config is given twice; put the options into one file")
+    values = overridden(read_options(Path(files[0])) if files else {}, options)
     # Set by the deepspeed launcher. In a file, null means "not given"; `--deepspeed none` disables DeepSpeed.
     if values.get("deepspeed") is None and (launched or "CROSS_SIZE" in os.environ):
         values["deepspeed"] = ""

@@ -88,16 +88,16 @@ def run(options: argparse.Namespace) -> None:
     job = _checked(options)
     check_writable(job.out)
     state = store.read_json(job.out / STATE) or {}
+    foreign = [name for name in (TEXTS, HELD_OUT, DONE, GATES, TIMING) if not state and (job.out / name).exists()]
+    if foreign:
+        raise SeergateError(f"{job.out} has {foreign[0]}, which is not of a tune run; give another --out")
     requested = {name: getattr(options, name) for name in ("model", "data", "dtype", "hours")}
     requested |= {"max_length": job.config.max_length, "budget": job.budgets}
     for name, before in state.get("asked", {}).items():
-        if requested[name] == before:
-            continue
-        if "decision" in state:
+        if requested[name] != before and "decision" in state:
             raise SeergateError(
                 f"{name} is {requested[name]}, but {job.out} was begun with {before}; give that again or another --out"
             )
-        (job.out / HELD_OUT).unlink(missing_ok=True)  # the texts are made again; nothing else was done yet
     if (job.out / DONE).exists():
         print((job.out / DONE).read_text(encoding="utf-8"), end="")
         return
@@ -228,7 +228,7 @@ class _Job:
         return self.config.max_length * 3 // 4
 
     def write_texts(self) -> int:
-        """Write the training texts and the held-out texts unless they exist; return the number of held-out texts."""
+        """Write the training texts and the held-out texts; return the number of held-out texts."""
         from seergate.distill.held_out import divide
         from seergate.eval import store
         from seergate.models.names import model_path
@@ -237,15 +237,14 @@ class _Job:
         def lines(rows: Iterable[dict[str, Any]]) -> str:
             return "".join(json.dumps(row) + "\n" for row in rows)
 
-        if not (self.out / HELD_OUT).exists():
-            tokenizer, data = load_tokenizer(model_path(self.options.model)), self.options.data
-            rows, held_out, malformed = divide(data, self.config, tokenizer, self.length)
-            if malformed:
-                print(f"note: {len(malformed)} rows of {data} are left out ({malformed[0]})")
-            print(f"texts: {len(rows)} to train on, {len(held_out)} held out")
-            store.write_text(self.out / TEXTS, lines(rows))
-            store.write_text(self.out / HELD_OUT, lines({"text": text} for text in held_out))
-        return len((self.out / HELD_OUT).read_text(encoding="utf-8").splitlines())
+        tokenizer, data = load_tokenizer(model_path(self.options.model)), self.options.data
+        rows, held_out, malformed = divide(data, self.config, tokenizer, self.length)
+        if malformed:
+            print(f"note: {len(malformed)} rows of {data} are left out ({malformed[0]})")
+        print(f"texts: {len(rows)} to train on, {len(held_out)} held out")
+        store.write_text(self.out / TEXTS, lines(rows))
+        store.write_text(self.out / HELD_OUT, lines({"text": text} for text in held_out))
+        return len(held_out)
 
     def prepare(self) -> int:
         """Prepare training, and return the number of packs."""

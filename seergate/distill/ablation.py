@@ -202,6 +202,8 @@ def prepared(names: Sequence[str], options: Mapping[str, Any]) -> list[tuple[Stu
         raise SeergateError(
             f"output_dir is {options['output_dir']!r}; it must be left out for several studies at once"
         )
+    if len({study.name for study in chosen}) < len(chosen):
+        raise SeergateError(f"of {', '.join(names)}, two have the same name, so the same directories; rename a file")
     return [(study, variant_configs(study, options.get("model"), options)) for study in chosen]
 
 

@@ -87,6 +87,8 @@ def read_record(path: Path) -> dict[str, Any]:
     """Read the JSON part of a checkpoint; raises `SeergateError` if it is damaged or of another format."""
     with _damage(path):
         record: dict[str, Any] = json.loads((path / "state.json").read_text(encoding="utf-8"))
+        if not isinstance(record, dict):
+            raise ValueError("state.json is no JSON object")
     if record.get("format") != FORMAT:
         raise SeergateError(f"the checkpoint {path} has format {record.get('format')}; this version reads {FORMAT}")
     return record

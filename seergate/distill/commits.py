@@ -65,12 +65,12 @@ def keep(entries: dict[str, Any], directory: Path) -> None:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        entries: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        entries: dict[str, dict[str, Any]] = json.loads(path.read_text(encoding="utf-8"))
+        return {place: dict(entry) for place, entry in entries.items()}
     except FileNotFoundError:
         return {}
-    except ValueError as error:
+    except (AttributeError, TypeError, ValueError) as error:
         raise SeergateError(f"{path} is damaged; delete it to begin with the newest commits") from error
-    return entries
 
 
 def model_commit(config: TrainConfig) -> str | None:

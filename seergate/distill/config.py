@@ -49,10 +49,11 @@ _SHARE = re.compile(r"\d*\.?\d+(e[+-]?\d+)?")
 
 
 class _Joined(argparse.Action):
-    """Joins several arguments into one string, separated by commas."""
+    """Joins several arguments, also of repeated options, into one string, separated by commas."""
 
     def __call__(self, parser: Any, namespace: argparse.Namespace, values: Any, option: str | None = None) -> None:
-        setattr(namespace, self.dest, ",".join(values))
+        earlier = getattr(namespace, self.dest, None)
+        setattr(namespace, self.dest, ",".join([*([earlier] if earlier else []), *values]))
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -261,6 +261,17 @@ def deepspeed_config(config: TrainConfig, world_size: int) -> dict[str, Any]:
     return values
 
 
+def check_zero(config: TrainConfig, world_size: int) -> None:
+    """Raise `SeergateError` early if DeepSpeed does not accept the file's ``zero_optimization``."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    try:
+        DeepSpeedZeroConfig(**deepspeed_config(config, world_size)["zero_optimization"])
+    except ValueError as error:
+        reason = " ".join(str(error).split())
+        raise SeergateError(f"DeepSpeed refuses zero_optimization of {config.deepspeed}: {reason}") from error
+
+
 def bucket_bytes(config: TrainConfig, processes: int) -> int:
     """Return the bytes of DeepSpeed's buffer for reducing gradients; 0 without DeepSpeed."""
     if not config.deepspeed:

@@ -51,6 +51,8 @@ def texts(paths: Sequence[Path]) -> Iterator[str]:
     """Yield the text of each file, in the order of the paths."""
     for path in paths:
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
+            if any(part.startswith(".") for part in file.relative_to(path).parts):
+                continue  # hidden, as in .venv
             plain = file.name.removesuffix(".gz")
             if file.is_file() and plain.endswith(SUFFIXES):
                 try:

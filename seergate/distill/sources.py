@@ -31,7 +31,7 @@ CHAIN_SUM_PROBLEMS = 2000
 JSON_SUFFIXES, TABLE_SUFFIXES = (".jsonl", ".json", ".ndjson"), {".parquet": "parquet", ".arrow": "arrow"}
 COMPRESSED = (".bz2", ".gz", ".xz", ".zip", ".zst")
 
-HELD_OUT_NAMES = re.compile(r"(?i)(^|[^a-z])(test|valid|validation|val|dev|eval)([^a-z]|$)")
+HELD_OUT_NAMES = re.compile(r"(?i)(^|[^a-z])(test|valid|validation|val|dev|eval|held[-_ ]?out|holdout)([^a-z]|$)")
 """Pattern of names of files and folders with evaluation data."""
 
 COMMIT = re.compile(r"[0-9a-f]{40}")

@@ -13,7 +13,7 @@ from typing import Any
 from seergate.distill.callbacks import Callback, EvalLog, StepLog
 from seergate.distill.config import TrainConfig
 from seergate.durable import naming
-from seergate.errors import DISK, SeergateError
+from seergate.errors import DISK, SeergateError, first_line
 
 
 class Tracker(Callback, ABC):
@@ -73,7 +73,10 @@ class WandbLike(Tracker):
             options |= {"id": options["name"], "dir": place}
             variables = {name: f"WANDB_{'RUN_ID' if name == 'id' else name.upper()}" for name in options}
             options = {name: options[name] for name in options if not os.environ.get(variables[name])}
-        self._run = self._service.init(config=config.to_dict(), **options)
+        try:
+            self._run = self._service.init(config=config.to_dict(), **options)
+        except Exception as error:  # without a login or a network
+            raise SeergateError(f"report_to names {service}, which does not start: {first_line(error)}") from error
 
     def numbers(self, values: dict[str, float], step: int) -> None:
         self._run.log(values, step=step)

@@ -49,7 +49,7 @@ from seergate.distill.checkpoint import (
 from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.data import prepare_data, token_files
 from seergate.distill.distributed import CommonError, DistributedState
-from seergate.distill.engines import check_engine, make_engine
+from seergate.distill.engines import check_engine, check_zero, make_engine
 from seergate.distill.losses.distill_loss import PUBLISHED_SCALE, DistillOutput, DistillSpec
 from seergate.distill.memory import capacity, decide_sharding, overhead, peak_bytes
 from seergate.distill.packing import packs_of_step
@@ -58,6 +58,7 @@ from seergate.durable import lock, naming
 from seergate.errors import SeergateError, first_line
 from seergate.fingerprint import fingerprint
 from seergate.gates import ADAPTER_FILES, base_note, save_adapter
+from seergate.gates.files import CONFIG_FILE
 from seergate.models.families import check_gates
 from seergate.models.gate_bank import GateBank
 from seergate.models.loading import download_weights, skeleton
@@ -111,6 +112,8 @@ class Run:
         world, root = self.world, self.dir / "checkpoints"
         with world.fail_together():
             check_engine(self.config, world.size)
+            if self.config.deepspeed:
+                check_zero(self.config, world.size)
             check_trackers(self.config)
         self.check()
         world.from_main(lambda: clear_drafts(root))  # before long work, which may need the room
@@ -128,7 +131,7 @@ class Run:
         """Create gates and engine, resume, and open the callbacks; returns the frozen model, loaded if ``None``."""
         self.sharded = sharded
         config, world = self.config, self.world
-        world.from_main(lambda: config.save(self.dir / "train_config.yaml"))
+        world.from_main(lambda: replace(config, resume=True).save(self.dir / "train_config.yaml"))  # for a repetition
         if base is None:
             world.in_turn(lambda: download_weights(self.model_path, config.revision))
         self.identity = {**self._shaping(), "data_fingerprint": self.data.fingerprint}
@@ -162,11 +165,23 @@ class Run:
         with world.fail_together():
             if self.dir.exists() and not self.dir.is_dir():
                 raise SeergateError(f"output_dir is {str(self.dir)!r}, which is a file; it must be a directory")
+            for data in (Path(one.data).expanduser().resolve() for one, _ in self.config.sources):
+                inside = data.is_dir() and self.dir.resolve().is_relative_to(data)
+                if inside or data == self.dir.resolve() / "data.json":
+                    raise SeergateError(
+                        f"data is {str(data)!r}, where this run writes files of its own ({self.dir}); give another "
+                        "output_dir"
+                    )
             best = (self.dir / "best").resolve()
             if self.config.init_gates and Path(self.config.init_gates).resolve() in (best, self.dir.resolve()):
                 raise SeergateError("init_gates lies in output_dir, where it is replaced; give another output_dir")
+            begun = newest_checkpoint(self.dir / "checkpoints")
+            if self.config.resume and begun is None and (self.dir / CONFIG_FILE).exists():
+                raise SeergateError(
+                    f"{self.dir} holds gates, and no checkpoint to continue from; --no-resume replaces them"
+                )
             others = {file.name for file in best.glob("[!.]*")} - ADAPTER_FILES
-            if others and not (self.config.resume and newest_checkpoint(self.dir / "checkpoints")):
+            if others and not (self.config.resume and begun):
                 raise SeergateError(
                     f"{best} has {min(others)} and would be replaced by gates; give another output_dir"
                 )

@@ -105,12 +105,18 @@ def test_options_may_change_until_the_time_is_divided(model, data, tmp_path, mon
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(tune._Job, "prepare", lambda job: refuse())
     command = ["tune", str(model), "--hours", "1", "--max-length", "256", "--out", "out", "--data"]
-    (tmp_path / "other.jsonl").write_text(data.read_text().upper().replace('"TEXT"', '"text"'))
 
     def refuse():
         raise SeergateError("stopped here")
 
-    for file in (data, tmp_path / "other.jsonl"):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "train.jsonl").write_text("{}")
+    mine = [*command[:-2], "mine", "--data", str(data)]
+    assert "has train.jsonl, which is not of a tune run" in refusal(run_seergate(*mine))
+    (tmp_path / "other.jsonl").write_text(data.read_text())
+    for file in (data, tmp_path / "other.jsonl", tmp_path / "other.jsonl"):
+        if file != data:  # another file, or the same one with other texts
+            file.write_text(file.read_text().swapcase().replace('"TEXT"', '"text"'))
         assert "stopped here" in refusal(run_seergate(*command, str(file)))
         rows = [json.loads(line)["text"] for line in (tmp_path / "out" / "train.jsonl").read_text().splitlines()]
         assert rows and all(text in file.read_text() for text in (json.dumps(row)[1:-1] for row in rows))

@@ -280,6 +280,14 @@ def test_a_study_that_cannot_run_is_refused_before_training(tmp_path, content, w
     assert why in refusal(run_seergate("ablate", str(tmp_path / "own.yaml"), "--model", "tiny-reasoner"))
 
 
+def test_studies_of_one_name_are_refused(tmp_path):
+    for folder in ("a", "b"):
+        (tmp_path / folder).mkdir()
+        (tmp_path / folder / "s.yaml").write_text("variants: {base: {learning_rate: 1.0e-2}, other: {seed: 1}}")
+    files = [str(tmp_path / folder / "s.yaml") for folder in "ab"]
+    assert "two have the same name" in refusal(run_seergate("ablate", *files, "--model", "tiny-reasoner"))
+
+
 def test_the_names_of_studies():
     error = refusal(run_seergate("ablate", "blocksize"))
     assert "there is no study 'blocksize'; did you mean 'block-size'?" in error

@@ -222,6 +222,20 @@ def test_other_gates_to_begin_with_are_refused_before_data(config: TrainConfig, 
         refused(why, run_distillation, replace(config, **options))
 
 
+def test_files_of_the_user_in_the_output_directory_are_not_replaced(config: TrainConfig, tmp_path: Path) -> None:
+    inside = replace(config, output_dir=str(tmp_path / "run"))
+    (tmp_path / "run").mkdir()
+    for name in ("", "run", "run/data.json"):
+        where = replace(inside, data=str(tmp_path / name))
+        (tmp_path / "run/data.json").write_text("[]")
+        refused("where this run writes files of its own", run_distillation, where)
+    assert (tmp_path / "run/data.json").read_text() == "[]"
+    run_distillation(replace(inside, max_steps=1))
+    shutil.rmtree(tmp_path / "run/checkpoints")
+    refused("holds gates, and no checkpoint to continue from; --no-resume", run_distillation, inside)
+    run_distillation(replace(inside, max_steps=1, resume=False))
+
+
 def test_best_is_not_replaced_unless_it_holds_gates(config: TrainConfig, tmp_path: Path) -> None:
     best = Path(shutil.copytree(config.model, tmp_path / "run/best"))
     config = replace(config, output_dir=str(tmp_path / "run"), max_steps=1)

@@ -69,6 +69,8 @@ def test_a_damaged_checkpoint_is_named(tmp_path: Path) -> None:
     refused(r"step-00000005 is damaged", load_checkpoint, path)
     (path / "state.json").write_text('{"format": 99}')
     refused("format 99", load_checkpoint, path)
+    (path / "state.json").write_text("[]")
+    refused("step-00000005 is damaged", load_checkpoint, path)
 
 
 def test_what_a_checkpoint_does_not_say_is_as_it_was_before_there_was_a_choice(tmp_path: Path) -> None:

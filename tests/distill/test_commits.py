@@ -37,6 +37,12 @@ def test_the_first_answer_is_kept_however_the_revision_is_named(config: TrainCon
     assert pinned(replace(config, data_revision=None, resume=False), tmp_path) == C
 
 
+@pytest.mark.parametrize("text", ["[]", '{"model": "v1"}', "{"])
+def test_a_damaged_file_is_named(config: TrainConfig, tmp_path: Path, text: str) -> None:
+    (tmp_path / "commits.json").write_text(text)
+    refused("commits.json is damaged", pinned, config, tmp_path)
+
+
 def test_what_is_not_kept_is_looked_up_again(config, tmp_path, monkeypatch):
     """Of another dataset, of a run that is refused, and where nothing could be looked up."""
     with monkeypatch.context() as offline:

@@ -10,7 +10,7 @@ from typing import Any, get_type_hints
 import pytest
 import yaml
 
-from seergate.cli.train import main, resolve, train_parser
+from seergate.cli.train import given_options, main, resolve, train_parser
 from seergate.distill import TrainConfig, load_train_config
 from seergate.distill.config import locate_model
 from seergate.eval.tasks.chain_sum import make_problems
@@ -249,3 +249,10 @@ def test_a_user_error_is_one_line_and_exit_code_2_before_torch_is_imported() -> 
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 2
     assert done.stdout == "" and done.stderr.count("\n") == 1 and "did you mean 'qwen3-8b'" in done.stderr
+
+
+def test_sources_of_repeated_options_are_mixed_and_a_second_file_is_refused() -> None:
+    given = vars(train_parser(None, "", ()).parse_args(["--data", "a:0.5", "b:0.2", "--data", "c:0.3"]))
+    assert given_options(given)["data"] == "a:0.5,b:0.2,c:0.3"
+    twice = vars(train_parser(None, "", ()).parse_args(["--config", "a.yaml", "--config", "b.yaml"]))
+    refused("--config is given twice", given_options, twice)

@@ -9,12 +9,13 @@ import torch
 
 from seergate import GateBank, GateConfig
 from seergate.distill.distributed import DistributedState
-from seergate.distill.engines import BETAS, PlainEngine, bucket_bytes, deepspeed_config
+from seergate.distill.engines import BETAS, PlainEngine, bucket_bytes, check_zero, deepspeed_config
 from seergate.distill.losses.teacher_forward import distill_step
 from seergate.distill.packing import packed
 from seergate.paths import shipped
 from tests.distill.conftest import assert_identical
 from tests.support.models import prompt
+from tests.support.running import refused
 
 
 @pytest.mark.parametrize("clip", [1e-3, 1e3, 0.0])
@@ -93,6 +94,12 @@ def test_deepspeed_takes_its_defaults_for_auto(data_config, tmp_path):
     kept = {"stage": 2, "overlap_comm": False, "reduce_bucket_size": 500_000_000, "round_robin_gradients": False}
     assert values["zero_optimization"] == kept
     assert values["gradient_accumulation_steps"] == 3 and "steps_per_print" not in values and "bf16" not in values
+
+
+def test_what_deepspeed_does_not_know_is_refused_with_the_file(data_config, tmp_path):
+    pytest.importorskip("deepspeed")
+    (file := tmp_path / "ds.json").write_text('{"zero_optimization": {"stage": 2, "overlap_com": true}}')
+    refused("zero_optimization of .*ds.json: .*overlap_com", check_zero, replace(data_config, deepspeed=str(file)), 2)
 
 
 def test_deepspeed_does_not_wait_for_the_device_to_time_it(data_config):

@@ -91,7 +91,9 @@ def test_a_saved_dataset_of_several_splits(data_config, tmp_path, plain):
     refused(r"data_split is 'dev'; .*both has test, train", prepare_data, replace(both, data_split="dev"), plain)
 
 
-@pytest.mark.parametrize("aside", ["test.jsonl", "data/validation-00000-of-00001.jsonl", "DEV/part.jsonl"])
+@pytest.mark.parametrize(
+    "aside", ["test.jsonl", "data/validation-00000-of-00001.jsonl", "held_out.jsonl", "DEV/a.jsonl"]
+)
 def test_files_to_be_tested_on_are_not_trained_on(data_config, tmp_path, aside, plain):
     folder = tmp_path / "cloned"
     (folder / aside).parent.mkdir(parents=True, exist_ok=True)

@@ -61,6 +61,8 @@ def test_texts_without_spaces() -> None:
 def test_a_damaged_archive_is_named(tmp_path: Path, change: Callable[[bytes], bytes]) -> None:
     file = tmp_path / "notes.txt.gz"
     file.write_bytes(gzip.compress(plain(4_000).encode()))
+    (tmp_path / ".hidden").mkdir()
+    (tmp_path / ".hidden" / "notes.txt").write_text("hidden")
     assert list(texts([tmp_path])) == [plain(4_000)]
     file.write_bytes(change(file.read_bytes()))
     refused("notes.txt.gz cannot be read", list, texts([tmp_path]))
