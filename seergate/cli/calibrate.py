@@ -49,7 +49,7 @@ def run(options: argparse.Namespace) -> None:
     """Measure the method's model-dependent option on a task, and write it to a file."""
     from seergate.durable import check_writable
     from seergate.eval.calibration.calibrator import calibrated_options, calibration_of, evenly_chosen_prompts, made_on
-    from seergate.eval.running import check_model, each_task
+    from seergate.eval.run_plan import check_model, each_task
     from seergate.eval.sweep_plan import SweepPlan
     from seergate.eval.tasks.prompts import end_ids
     from seergate.methods import method_class

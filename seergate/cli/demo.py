@@ -40,7 +40,7 @@ def run(options: argparse.Namespace) -> None:
     """Distil gates, save and reload them, evaluate them, and write the report."""
     from seergate.durable import check_writable
     from seergate.eval.report.plots import check_libraries
-    from seergate.eval.running import checked_task, run_plan
+    from seergate.eval.run_plan import checked_task, run_plan
     from seergate.eval.sweep_plan import SweepPlan
     from seergate.models.names import TINY, model_path
 

@@ -77,7 +77,7 @@ def run_and_report(plan: SweepPlan, report: bool) -> None:
     from seergate.cli.console import say_report
     from seergate.eval.report import write_report
     from seergate.eval.report.plots import check_libraries
-    from seergate.eval.running import check_prompts, each_task, run_plan
+    from seergate.eval.run_plan import check_prompts, each_task, run_plan
 
     if report:
         try:

@@ -55,7 +55,7 @@ def run(options: argparse.Namespace) -> None:
     """Run the missing settings, draw the figure and print its findings."""
     from seergate.durable import check_writable
     from seergate.eval.report.plots import check_libraries
-    from seergate.eval.running import check_prompts, run_plan
+    from seergate.eval.run_plan import check_prompts, run_plan
     from seergate.models.names import is_tiny
 
     if options.name not in FIGURES:
@@ -159,7 +159,7 @@ def _distilled(options: argparse.Namespace, block_size: int, out: Path) -> Path:
 
 
 def _write(name: str, out: Path, label: str) -> Path:
-    from seergate.eval.papers.looks import STYLES, beside
+    from seergate.eval.papers.styles import STYLES, beside
     from seergate.eval.report import load_sweeps, write_report
     from seergate.eval.report.load import apart
     from seergate.eval.store import write_text

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Check the options, answer the prompt, and write the page of the trace."""
-    from seergate.eval.running import check_model
+    from seergate.eval.run_plan import check_model
     from seergate.eval.settings import method_spec
     from seergate.eval.tasks.prompts import encode, end_ids, prompt_text
     from seergate.methods import SelectingMethod

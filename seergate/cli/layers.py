@@ -140,7 +140,7 @@ def _dense_layers_arguments(parser: argparse.ArgumentParser) -> None:
 def _dense_layers(options: argparse.Namespace) -> None:
     """Measure the KL with different layers dense, choose the dense layers, and write the gates."""
     from seergate.eval.calibration.dense_layers import answered, find_dense_layers
-    from seergate.eval.running import check_model
+    from seergate.eval.run_plan import check_model
     from seergate.eval.tasks.registry import make_task
     from seergate.models.names import is_tiny, load_model
     from seergate.pretrained import load_tokenizer

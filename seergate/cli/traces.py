@@ -72,7 +72,7 @@ def _answer(options: argparse.Namespace, stack: ExitStack) -> None:
     from seergate.eval.generation.engine import Engine
     from seergate.eval.generation.samples import Generation, Job, Request
     from seergate.eval.generation.served import SERVERS, check_served, engine_version, generate_by_server
-    from seergate.eval.running import check_model
+    from seergate.eval.run_plan import check_model
     from seergate.eval.sampling import sample_seed
     from seergate.eval.settings import method_spec
     from seergate.eval.store import append_line, write_yaml

@@ -258,7 +258,7 @@ class _Job:
         """Return the seconds of a training step, and `pair_seconds`."""
         from seergate.distill.callbacks import Callback
         from seergate.eval import store
-        from seergate.eval.running import checked_task, run_plan
+        from seergate.eval.run_plan import checked_task, run_plan
 
         class Clock(Callback):
             def on_step(self, log: StepLog) -> None:
@@ -290,7 +290,7 @@ class _Job:
         from seergate.eval import store
         from seergate.eval.report import load_sweeps, write_report
         from seergate.eval.report.recommendation import recommendation
-        from seergate.eval.running import run_plan
+        from seergate.eval.run_plan import run_plan
 
         gates = self.config.run_dir
         plans = self._evaluations(gates, self.out, decision.problems, decision.texts, self.budgets)

@@ -194,7 +194,7 @@ class RecipeOptions:
 
 
 @dataclass(frozen=True, kw_only=True)
-class RunOptions:
+class CheckpointOptions:
     """Options of checkpoints, evaluation, logging and the engine. They may change when a run is resumed."""
 
     _argument_group_name = "checkpoints, evaluation, logging and engine"
@@ -286,7 +286,7 @@ def _share(source: str) -> _Share | None:
 
 
 @dataclass(frozen=True, kw_only=True)
-class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOptions):
+class TrainConfig(CheckpointOptions, RecipeOptions, DataOptions, GateOptions, ModelOptions):
     """One distillation run. The defaults are the paper's recipe (SeerAttention-R, section 4.1, and its launch script).
 
     Each field is described by its ``metadata["help"]``, which is also the command line's help.
@@ -415,7 +415,7 @@ class TrainConfig(RunOptions, RecipeOptions, DataOptions, GateOptions, ModelOpti
 
     def result_shaping(self) -> dict[str, Any]:
         """Return the fields that affect the trained gates. A run resumes from a checkpoint only if they are equal."""
-        free = {item.name for item in fields(RunOptions)} - {"eval_packs"}  # held-out packs are not trained on
+        free = {item.name for item in fields(CheckpointOptions)} - {"eval_packs"}  # held-out packs are not trained on
         free |= {"output_dir", "base_memory_gb", "shard_base", "token_cache", "recipe"}
         return {name: value for name, value in self.to_dict().items() if name not in free}
 

@@ -20,7 +20,6 @@ from seergate.checks import check_count
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.collector import Collector, Progress
-from seergate.eval.forced import TeacherForcing
 from seergate.eval.generation.batch import common_prefix
 from seergate.eval.generation.batch_memory import needing_memory
 from seergate.eval.generation.cluster import Cluster, Loader
@@ -35,6 +34,7 @@ from seergate.eval.settings import Banks, MethodSpec
 from seergate.eval.statistics.metrics import derive
 from seergate.eval.tasks.prompts import encode, prompt_text, reply_ids
 from seergate.eval.tasks.task import Problem, Task
+from seergate.eval.teacher_forcing import TeacherForcing
 from seergate.fingerprint import fingerprint
 from seergate.methods import Dense
 from seergate.models.attach import attached

@@ -12,7 +12,7 @@ import yaml
 from seergate import GateBank, GateConfig
 from seergate.cli.main import main
 from seergate.eval import make_task
-from seergate.eval.running import run_plan
+from seergate.eval.run_plan import run_plan
 from seergate.eval.settings import grid, with_each
 from seergate.eval.store import read_samples
 from seergate.eval.sweep_plan import SweepPlan, named_gates

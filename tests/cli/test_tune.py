@@ -18,7 +18,7 @@ from seergate.distill.config import load_train_config
 from seergate.distill.held_out import divide
 from seergate.distill.long_text import texts, texts_here
 from seergate.errors import SeergateError
-from seergate.eval import running
+from seergate.eval import run_plan as running
 from seergate.gates.files import CONFIG_FILE
 from seergate.pretrained import load_tokenizer
 from tests.models.test_gguf import llama, write_gguf

@@ -14,7 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from seergate import GateConfig
 from seergate.eval import MethodSpec, RunOptions, Sampling, make_task, store, sweep
 from seergate.eval.generation.cluster import Cluster
-from seergate.eval.running import checked_task
+from seergate.eval.run_plan import checked_task
 from seergate.eval.sweep_plan import SweepPlan
 from seergate.models.gate_bank import GateBank
 from tests.support import evaluation as support

@@ -6,7 +6,7 @@ import pytest
 
 from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, Sampling, environment, make_task, store
-from seergate.eval.running import run_plan
+from seergate.eval.run_plan import run_plan
 from seergate.eval.sweep_plan import SweepPlan
 from tests.eval.test_runner import small
 from tests.support import evaluation as support

@@ -11,17 +11,17 @@ import seergate
 from seergate import GateBank, GateConfig
 from seergate.cli.eval import run_and_report
 from seergate.eval import RunOptions, make_task, running, store, sweep
-from seergate.eval.forced import TeacherForcing
 from seergate.eval.generation.batch import Batch
 from seergate.eval.generation.costs import RowStats
 from seergate.eval.report import Sweep, load_sweeps, write_report
 from seergate.eval.report.plots import text_plot
 from seergate.eval.report.tables import TEXTS, minus_gate, table
-from seergate.eval.running import directory_of, each_task
+from seergate.eval.run_plan import directory_of, each_task
 from seergate.eval.settings import grid, with_each
 from seergate.eval.statistics.metrics import derive, of_texts
 from seergate.eval.sweep_plan import SweepPlan
 from seergate.eval.tasks.prompts import encode
+from seergate.eval.teacher_forcing import TeacherForcing
 from tests.support import evaluation as support
 from tests.support.running import output_of, refusal, refused, run_seergate
 

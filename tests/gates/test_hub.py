@@ -13,7 +13,7 @@ import seergate
 from seergate import GateBank, GateConfig, SeergateError
 from seergate.distill import load_train_config
 from seergate.distill.trainer import prepare_run
-from seergate.eval.running import check_model
+from seergate.eval.run_plan import check_model
 from seergate.gates.hub import base_note, licence_of_base
 from seergate.hub import hub_call, offline, unanswered
 from seergate.models.loading import base_config, download_weights, load_base

@@ -14,7 +14,7 @@ from seergate.gates.gate import AttnGate
 from seergate.methods import make_method
 from seergate.serving.common import scoring
 from seergate.serving.common.rope import Unrotation
-from seergate.serving.common.rows import Rows
+from seergate.serving.common.rows import PagedRows
 from seergate.serving.vllm.attention import Counts, Plan, SparseAttention
 from seergate.serving.vllm.pages import FlashPages
 from tests.support.models import gate_scores, geometry
@@ -23,8 +23,8 @@ from tests.support.operators import Operators
 K, G, D, E, SIZE, BLOCKS = 2, 3, 16, 8, 8, 40
 
 
-def rows_of(*lengths: int) -> Rows:
-    return Rows(torch.tensor(lengths), torch.zeros(len(lengths), BLOCKS, 1, dtype=torch.long), lengths)
+def rows_of(*lengths: int) -> PagedRows:
+    return PagedRows(torch.tensor(lengths), torch.zeros(len(lengths), BLOCKS, 1, dtype=torch.long), lengths)
 
 
 @pytest.mark.parametrize("turned", [0, 8, 16])
@@ -68,7 +68,7 @@ def test_blocks_of_a_budget_do_not_depend_on_what_the_host_knows(sinks: int, len
     scores = torch.randint(-2, 3, (4, K, BLOCKS), generator=torch.Generator().manual_seed(1)).float()  # many are equal
     scores[0, 0, ::3], scores[1, 1, ::5], scores[2, 0, 1] = torch.nan, torch.inf, -0.0
     indices, counts = method.choose(scores, rows)
-    in_a_graph = method.choose(scores, Rows(rows.tensor, rows.table_RNr))
+    in_a_graph = method.choose(scores, PagedRows(rows.tensor, rows.table_RNr))
     assert torch.equal(in_a_graph.indices, indices) and torch.equal(in_a_graph.counts, counts)
     unread = [max(0, -(-length // SIZE) - 6) for length in lengths]
     assert counts[:, 0].tolist() == [-(-length // SIZE) - rest for length, rest in zip(lengths, unread, strict=True)]
@@ -119,7 +119,7 @@ def test_a_layer_after_the_first_of_a_step_runs_few_operators() -> None:
             closed_Cr=none[:, None],
             starts_C=none,
             tokens_R=torch.arange(2),
-            rows=Rows(lengths, table, lengths.tolist()),
+            rows=PagedRows(lengths, table, lengths.tolist()),
             sparse_B=torch.arange(2),
             dense=None,
             held=419,

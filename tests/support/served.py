@@ -35,7 +35,7 @@ REFUSED = [
 def check_refused(server: str, arguments: list[str], sentence: str, capsys: pytest.CaptureFixture[str]) -> None:
     """`seergate eval` refuses arguments before it loads the model."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("seergate.eval.running.load_model", lambda *_: pytest.fail("refused only after the model"))
+        patch.setattr("seergate.eval.run_plan.load_model", lambda *_: pytest.fail("refused only after the model"))
         assert main(["eval", "--no-report", "--engine", server, "--gates", GATES, *arguments]) != 0
     assert sentence.format(server) in capsys.readouterr().err
 

@@ -28,7 +28,7 @@ SERVERS = ("vllm", "sglang")
 def check_served(server: str, spec: MethodSpec, bank: GateBank | None) -> None:
     """Raise an error if the installed server cannot run a setting's method, options, gates or block size."""
     plugin.check_served(spec.name, Dense.name)
-    other = sorted(spec.options.keys() - {*plugin.RULES, "block_size"})
+    other = sorted(spec.options.keys() - {*plugin.SERVED_OPTIONS, "block_size"})
     if other:
         raise SeergateError(f"the option {other[0]!r} of {spec.name!r} does not exist inside a server; leave it out")
     if spec.name != Dense.name:
@@ -101,5 +101,5 @@ def plugin_settings(spec: MethodSpec, gates: str) -> dict[str, Any] | None:
         return None
     layers = () if spec.dense_layers is None and not spec.has_gates else spec.dense_layers
     rules = {"token_budget": spec.token_budget, "dense_layers": layers, **spec.options}
-    settings = {name: rules[name] for name in plugin.RULES if rules.get(name) is not None}
+    settings = {name: rules[name] for name in plugin.SERVED_OPTIONS if rules.get(name) is not None}
     return {"method": spec.name, **settings, **({"gates": gates} if spec.has_gates else {})}

@@ -21,7 +21,7 @@ class Figure:
     Attributes:
         source: the figure and its paper, such as ``"Figure 5 of RaaS"``.
         title: what is compared.
-        style: its presentation: a key of `seergate.eval.papers.looks.STYLES`.
+        style: its presentation: a key of `seergate.eval.papers.styles.STYLES`.
         tiny, real: settings of the sweep, for the tiny reasoner and for other models.
         published: (model, task) -> directory of a run -> the paper's accuracy in percent. SeerAttention-R's numbers
             are in `seergate.eval.report.published`.

@@ -97,7 +97,7 @@ def _or_none(estimate: Estimate) -> float | None:
 
 
 def of_texts(texts: list[dict[str, Any]]) -> dict[str, Any]:
-    """All figures of one run that scored texts (`seergate.eval.forced.TeacherForcing.measure`).
+    """All figures of one run that scored texts (`seergate.eval.teacher_forcing.TeacherForcing.measure`).
 
     Returns:
         ``kl``, ``loss``, ``agreement`` (means over texts) and ``kl_p99`` (of all tokens), each with ``_low`` and

@@ -174,7 +174,8 @@ def variable_tracking(
 
 
 def perplexity(*, problems: int = 16, length: int = 2048, scored: int = 256, data: str | None = None) -> Task:
-    """Texts whose last tokens are scored under a method, and compared with dense attention (`seergate.eval.forced`).
+    """Texts whose last tokens are scored under a method, and compared with dense attention
+    (`seergate.eval.teacher_forcing`).
 
     Args:
         problems: maximum number of texts, chosen evenly from all.

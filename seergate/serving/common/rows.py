@@ -12,7 +12,7 @@ from torch import Tensor
 from seergate.ops.rows import RowLengths
 
 
-class Rows(RowLengths):
+class PagedRows(RowLengths):
     """Rows that decode.
 
     Attributes:
@@ -26,10 +26,10 @@ class Rows(RowLengths):
     def __len__(self) -> int:
         return len(self.tensor)
 
-    def divided(self, most: int) -> list[Rows]:
+    def divided(self, most: int) -> list[PagedRows]:
         """Groups of at most ``most`` rows."""
         return self.once(("divided", most), lambda: [self._part(i, i + most) for i in range(0, len(self), most)])
 
-    def _part(self, start: int, end: int) -> Rows:
+    def _part(self, start: int, end: int) -> PagedRows:
         host = None if self.host is None else self.host[start:end]
-        return Rows(self.tensor[start:end], self.table_RNr[start:end], host)
+        return PagedRows(self.tensor[start:end], self.table_RNr[start:end], host)

@@ -17,7 +17,7 @@ from seergate.gates.scorer import Scorer
 from seergate.methods.quest import page_bounds
 from seergate.ops.backend import choose
 from seergate.serving.common.rope import Unrotation
-from seergate.serving.common.rows import Rows
+from seergate.serving.common.rows import PagedRows
 
 
 class Scores(ABC):
@@ -48,7 +48,7 @@ class Scores(ABC):
         """The summaries ``[N, K, W]`` of blocks that begin at positions ``starts_N``, from their cached keys."""
 
     @abstractmethod
-    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor) -> Tensor:
+    def scores(self, query_RHD: Tensor, rows: PagedRows, summary_RKNW: Tensor) -> Tensor:
         """Scores ``[R, K, N]`` of the blocks for each row's newest query."""
 
     def in_kernels(self, device: torch.device, blocks: int) -> bool:
@@ -75,7 +75,7 @@ class GateScores(Scores):
         pooled = self.gate.pool(self.unrotate(keys_NKSD, positions_N1S))
         return self.gate.keys(pooled, starts_N[:, None])[:, :, 0]
 
-    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor) -> Tensor:
+    def scores(self, query_RHD: Tensor, rows: PagedRows, summary_RKNW: Tensor) -> Tensor:
         rotary = self.unrotate.rotary
         inverse = rows.once(("inverse RoPE", rotary), lambda: self.unrotate.at(rows.positions))
         return self.gate.step_scores(self.unrotate.undo(query_RHD, inverse), rows, summary_RKNW)
@@ -100,6 +100,6 @@ class QuestScores(Scores):
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
         return torch.cat((keys_NKSD.amax(2), keys_NKSD.amin(2)), -1)
 
-    def scores(self, query_RHD: Tensor, rows: Rows, summary_RKNW: Tensor) -> Tensor:
+    def scores(self, query_RHD: Tensor, rows: PagedRows, summary_RKNW: Tensor) -> Tensor:
         high_RKND, low_RKND = summary_RKNW.chunk(2, -1)
         return page_bounds(query_RHD, high_RKND, low_RKND, self.group_reduction, self.scale)

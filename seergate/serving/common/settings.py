@@ -12,7 +12,7 @@ from seergate.gates.bank import Gates
 from seergate.methods import METHODS, SelectingMethod, has_gates, make_method, method_class
 
 KEY = "seergate"
-RULES = (*RULE_OPTIONS, "dense_layers", "anchors")
+SERVED_OPTIONS = (*RULE_OPTIONS, "dense_layers", "anchors")
 """Options of a method that can be given inside a server."""
 
 
@@ -33,7 +33,8 @@ class Settings:
         gates: adapter directory or Hub repository; required for methods with gates, refused for others.
         revision: branch, tag or commit of the Hub repository.
         method: a method with `Method.serving_scores`.
-        rule: options of the method, some of `RULES` (see `DecodeConfig`); others are the gates', or the method's own.
+        rule: options of the method, some of `SERVED_OPTIONS` (see `DecodeConfig`); others are the gates', or the
+            method's own.
 
     Raises:
         SeergateError: if a value is invalid; names the key, its value and what it must be.
@@ -71,12 +72,12 @@ class Settings:
         values = additional_config[KEY]
         if not isinstance(values, dict):
             raise SeergateError(f"seergate is {values!r}; it must be an object such as {{'gates': 'org/name'}}")
-        keys = [*(field.name for field in fields(cls) if field.name != "rule"), *RULES]
+        keys = [*(field.name for field in fields(cls) if field.name != "rule"), *SERVED_OPTIONS]
         for name in values:
             if name not in keys:
                 raise SeergateError(f"there is no key {name!r} under seergate; {did_you_mean(str(name), keys)}")
-        rule = {name: values[name] for name in RULES if values.get(name) is not None}
-        return cls(**{name: value for name, value in values.items() if name not in RULES}, rule=rule)
+        rule = {name: values[name] for name in SERVED_OPTIONS if values.get(name) is not None}
+        return cls(**{name: value for name, value in values.items() if name not in SERVED_OPTIONS}, rule=rule)
 
     def said(self, method: SelectingMethod, layers: int) -> str:
         """A line for the server's log, with the method and the number of layers that select."""

@@ -27,7 +27,7 @@ from seergate.gates.bank import Gates
 from seergate.models.loading import skeleton
 from seergate.serving.common.checks import rope_kinds
 from seergate.serving.common.rope import Unrotation
-from seergate.serving.common.rows import Rows
+from seergate.serving.common.rows import PagedRows
 from seergate.serving.common.scoring import Scores
 from seergate.serving.common.statistics import statistics
 from seergate.serving.sglang.checks import settings_of
@@ -174,7 +174,7 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
         table_RNr = self.plan.table_RNr[rows, : -(-int(lengths_R.max()) // size)]
         summary_RKNW = self.summaries[layer.layer_id][table_RNr[..., -1]].transpose(1, 2)
 
-        decoding = Rows(lengths_R, table_RNr)
+        decoding = PagedRows(lengths_R, table_RNr)
         scores_RKN = self.scores[layer.layer_id].scores(query_RHD, decoding, summary_RKNW)
         indices_RKX, counts_RK = self.method.choose(scores_RKN, decoding)
         each = torch.arange(len(rows), device=rows.device)[:, None, None]

@@ -22,7 +22,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from seergate.errors import SeergateError
 from seergate.methods import SelectingMethod
-from seergate.serving.common.rows import Rows
+from seergate.serving.common.rows import PagedRows
 from seergate.serving.common.scoring import GateScores, Scores
 from seergate.serving.vllm.pages import PAGES, Pages
 
@@ -78,7 +78,7 @@ class Plan(Step):
     closed_Cr: Tensor
     starts_C: Tensor
     tokens_R: Tensor
-    rows: Rows
+    rows: PagedRows
     sparse_B: Tensor
     dense: Any
 
@@ -116,7 +116,7 @@ def plan_of(metadata: Any, common: Any, method: SelectingMethod, page: int, draf
         closed_Cr=closed_Cr,
         starts_C=here(blocks * size),
         tokens_R=here(tokens),
-        rows=Rows(
+        rows=PagedRows(
             here(context_lengths[tokens]),
             by_block(table[here(requests[tokens])], -(-longest // size), run),
             host=context_lengths[tokens].tolist(),
@@ -149,7 +149,7 @@ def plan_of_decodes(metadata: Any, method: SelectingMethod, page: int) -> Plan:
         closed_Cr=torch.where(closes_R1, table_RNr[rows_R, newest_R], 0),
         starts_C=newest_R * size,
         tokens_R=rows_R,
-        rows=Rows(lengths_R, table_RNr),
+        rows=PagedRows(lengths_R, table_RNr),
         sparse_B=rows_R,
         dense=None,
         held=held_tokens,
@@ -356,12 +356,12 @@ class SparseAttention:
         self._count(plan, pages, lengths_Q)
         pages.attend(query_QGD, table_QX, lengths_Q, schedule, output_RHD.view_as(query_QGD))
 
-    def _scores(self, pages: Pages, rows: Rows, query_RHD: Tensor) -> Tensor:
+    def _scores(self, pages: Pages, rows: PagedRows, query_RHD: Tensor) -> Tensor:
         """Scores ``[R, K, N]``, computed for as many rows at a time as `SCORED_BYTES` allow."""
         blocks = rows.table_RNr.shape[1]
         most = max(1, SCORED_BYTES // (4 * max(1, blocks * pages.heads * self.scoring.numbers)))
 
-        def of(query_RHD: Tensor, rows: Rows) -> Tensor:
+        def of(query_RHD: Tensor, rows: PagedRows) -> Tensor:
             return self.scoring.scores(query_RHD, rows, pages.read_summaries(rows))
 
         if len(rows) <= most:

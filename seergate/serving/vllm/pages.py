@@ -20,7 +20,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from seergate.errors import SeergateError
-from seergate.serving.common.rows import Rows
+from seergate.serving.common.rows import PagedRows
 
 
 class Pages(ABC):
@@ -66,13 +66,13 @@ class Pages(ABC):
         offset = cache.storage_offset()
         self.keys, self.values = (cache.as_strided(shape, strides, offset + part) for part in (0, apart))
 
-    def read_summaries(self, rows: Rows) -> Tensor:
+    def read_summaries(self, rows: PagedRows) -> Tensor:
         """The summaries ``[R, K, N, W]`` of the rows' blocks."""
         key = "summaries", self.heads, self.summary_steps
         last_RKN = rows.once(key, lambda: self._places(rows.table_RNr[..., -1:], *self.summary_steps)[..., 0])
         return F.embedding(last_RKN, self.summary_rows)
 
-    def table(self, rows: Rows, indices_RKX: Tensor) -> Tensor:
+    def table(self, rows: PagedRows, indices_RKX: Tensor) -> Tensor:
         """The places ``[Q, X * r]`` of selected blocks, int32. For the padding of a selection, any place."""
         steps = self.page_step, self.head_step
         key, device = (self.heads, steps), indices_RKX.device

@@ -8,7 +8,7 @@ import yaml
 from seergate import GateBank, GateConfig
 from seergate.cli.figure import _distilled, _write, plan_of
 from seergate.eval.papers.figures import FIGURES, SEER
-from seergate.eval.papers.looks import STYLES
+from seergate.eval.papers.styles import STYLES
 from seergate.eval.sweep_plan import SweepPlan
 from tests.cli.test_evaluation import output
 from tests.support import evaluation as support

@@ -3,7 +3,7 @@
 import pytest
 
 from seergate.eval.papers.figures import FIGURES
-from seergate.eval.papers.looks import STYLES, beside
+from seergate.eval.papers.styles import STYLES, beside
 from seergate.eval.report import load_sweeps
 from seergate.eval.settings import MethodSpec, grid
 from tests.eval.report.test_published import AIME, PAPER, write

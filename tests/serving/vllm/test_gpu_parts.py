@@ -32,7 +32,7 @@ from benchmarks.estimates import LAUNCHES
 from seergate import GateConfig
 from seergate.gates.gate import AttnGate
 from seergate.methods import SelectingMethod, make_method
-from seergate.serving.common.rows import Rows
+from seergate.serving.common.rows import PagedRows
 from seergate.serving.common.scoring import QuestScores, Scores
 from seergate.serving.vllm import attention
 from seergate.serving.vllm.checks import choose_backend
@@ -201,7 +201,7 @@ def test_scores_of_many_long_rows_take_bounded_memory(kind: str) -> None:
         memory = torch.empty(5800 * numbers, dtype=torch.bfloat16)
         pages = FlashPages(layer, None, memory.as_strided(shape, strides), scoring.width)
         table = torch.zeros(rows, blocks, 1, dtype=torch.long)
-        sparse = Rows(torch.zeros(rows, dtype=torch.long), table)
+        sparse = PagedRows(torch.zeros(rows, dtype=torch.long), table)
         query = torch.empty(rows, 4 * heads, dim, dtype=torch.bfloat16)
         with Operators() as largest:
             scores = layer._scores(pages, sparse, query)
@@ -339,7 +339,7 @@ def test_pages_in_each_layout_of_vllms_cache(layout: str) -> None:
     for view, values, each in zip(views, contents, summaries, strict=True):
         view.copy_(values)
         FlashPages(None, None, view, width).summary_PKW.copy_(each)
-    sparse = Rows(torch.zeros(2, dtype=torch.long), torch.randint(pages, (2, 5, 1)))
+    sparse = PagedRows(torch.zeros(2, dtype=torch.long), torch.randint(pages, (2, 5, 1)))
     for view, values, each in zip(views, contents, summaries, strict=True):
         cache = FlashPages(None, None, view, width)
         assert torch.equal(cache.read_summaries(sparse), each[sparse.table_RNr[..., 0]].transpose(1, 2))

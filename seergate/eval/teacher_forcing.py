@@ -32,7 +32,7 @@ KEPT_BYTES = 2**30
 """Maximum bytes of dense attention's logits that are kept for further settings."""
 
 
-def pieces(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int) -> Tensor:
+def middle_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int) -> Tensor:
     """Token ids ``[N, length]`` from the middle of each text that is long enough."""
     encoded = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
     starts = [(ids, (len(ids) - length) // 2) for ids in encoded if len(ids) >= length]
@@ -52,7 +52,7 @@ class TeacherForcing:
         """Make the comparison on the texts of a task that scores texts."""
         assert task.max_total_tokens is not None and task.scored is not None
         check_length(text_config(model), task.max_total_tokens, "a text of the task's length")
-        ids = pieces(tokenizer, [str(problem.prompt) for problem in task.problems()], task.max_total_tokens)
+        ids = middle_tokens(tokenizer, [str(problem.prompt) for problem in task.problems()], task.max_total_tokens)
         if start := beginning(tokenizer):
             first = torch.tensor(encode(tokenizer, start.rstrip()))
             ids[:, : len(first)] = first
