@@ -2,7 +2,7 @@
 
 Each gated attention module gets its own copy of the configuration, which names seergate's attention function. The
 model's configuration, which determines the masks, is unchanged. Hooks capture q and k before RoPE, and a pre-hook
-creates the forward context (`seergate.models.binding`).
+creates the forward context (`seergate.models.hooks`).
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ from seergate.errors import SeergateError
 from seergate.methods import Method, SelectingMethod
 from seergate.methods.evicting import CompressingMethod
 from seergate.models import families
-from seergate.models.binding import Attachment, LayerBinding, SingleThreadGuard
 from seergate.models.gate_bank import GateBank
+from seergate.models.hooks import Attachment, LayerBinding, SingleThreadGuard
 from seergate.models.masks import FLEX
 from seergate.models.prompts import PromptReader
 from seergate.models.resolving import check_anchors, check_calibration, check_dense_layers, resolve_method

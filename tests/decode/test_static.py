@@ -21,7 +21,7 @@ from seergate.decode.stats import DecodeStats
 from seergate.decode.step import gated_attention
 from seergate.errors import SeergateError
 from seergate.methods.base import Step
-from seergate.models import binding as call
+from seergate.models import hooks as call
 from seergate.ops import backend
 from tests.decode.test_decode import BLOCK, gates
 from tests.support.decoding import Decoding

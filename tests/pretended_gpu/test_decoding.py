@@ -10,7 +10,7 @@ import torch
 from accelerate.hooks import AlignDevicesHook, add_hook_to_module
 
 import seergate
-from seergate.models import binding as call
+from seergate.models import hooks as call
 from tests.decode.test_decode import METHODS, pick
 from tests.pretended_gpu.device import Pretended, pretended, recorded
 from tests.support.evictors import EVICTORS
