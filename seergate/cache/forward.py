@@ -93,14 +93,15 @@ class ForwardModes:
         self.newest: Tensor | None = None
         self.selections: dict[int, list[Any]] = {}
         self.thread: int | None = None
-        self.generate_thread: int | None = None  # in which `generate` runs
-        self._drafting: tuple[Any, Any, int] | None = None  # weak references to drafter and cache; slots of the prompt
-        self._generating: tuple[Any, Any] | None = None  # the same to `generate`'s configuration and cache
+        self.generate_threads: list[int] = []  # in which `generate` runs
+        # weak references to drafter and cache, slots of the prompt, thread
+        self._drafting: tuple[Any, Any, int, int] | None = None
+        self._generating: tuple[Any, Any, int] | None = None  # the same to `generate`'s configuration and cache
 
     def __getstate__(self) -> dict[str, Any]:
         """For copies, which have no part in a running ``generate``; weak references cannot be pickled."""
-        kept = {**vars(self), "selections": {}}
-        return kept | dict.fromkeys(("agreed", "rows", "newest", "generate_thread", "_drafting", "_generating"))
+        kept = {**vars(self), "selections": {}, "generate_threads": []}
+        return kept | dict.fromkeys(("agreed", "rows", "newest", "_drafting", "_generating"))
 
     @contextmanager
     def _during(self, **state: Any) -> Iterator[None]:
@@ -135,7 +136,7 @@ class ForwardModes:
 
     def drafting(self, drafter: Any, cache: Any, prompt: int) -> None:
         """Treat the tokens of ``cache`` after the first ``prompt`` slots as drafts, as long as ``drafter`` exists."""
-        self._drafting = ref(drafter), ref(cache), prompt
+        self._drafting = ref(drafter), ref(cache), prompt, get_ident()
 
     def reads_prompt(self, cache: Any) -> None:
         """Forget the drafts of a cache, if an assisted ``generate`` that failed still exists in its traceback."""
@@ -144,19 +145,20 @@ class ForwardModes:
 
     def generating(self, configuration: Any, cache: Any) -> None:
         """Note that a call of ``generate`` fills ``cache`` as long as its ``configuration`` exists."""
-        self._generating = ref(configuration), ref(cache)
+        self._generating = ref(configuration), ref(cache), get_ident()
 
     @contextmanager
     def one_generate(self) -> Iterator[None]:
-        """Forget at the end of a call of ``generate`` what it noted, also if it fails; refuse a second thread."""
-        if self.generate_thread not in (None, get_ident()):
-            raise SeergateError(TWO_THREADS)
-        before = self.generate_thread, self._drafting, self._generating
-        self.generate_thread = get_ident()
+        """Forget at the end of a call of ``generate`` what it noted, also if it fails."""
+        thread, before = get_ident(), {"_drafting": self._drafting, "_generating": self._generating}
+        self.generate_threads.append(thread)
         try:
             yield
         finally:
-            self.generate_thread, self._drafting, self._generating = before
+            self.generate_threads.remove(thread)
+            for name, earlier in before.items():  # a further turn in another thread may have begun already
+                if (note := getattr(self, name)) is not None and note[-1] == thread:
+                    setattr(self, name, earlier)
 
     def begin(self, slots: int | None) -> None:
         """Called by the first gated layer of a pass, with its slots: forget what the pass before shared."""
@@ -164,7 +166,7 @@ class ForwardModes:
 
     def generates(self, cache: Any) -> bool:
         """Whether ``generate`` is filling this cache."""
-        return self._generating is not None and _is_filling(*self._generating, cache)
+        return self._generating is not None and _is_filling(*self._generating[:2], cache)
 
     def mode(self, cache: Any, slots: int, new: int) -> ForwardMode:
         """Return the mode of a pass that adds ``new`` tokens to a cache of ``slots`` slots, padding included;

@@ -41,10 +41,11 @@ class Rectification:
         self.every, self.decoder, self.method = options.every, decoder, method
         self.layers, self.passes = layers, passes
         self.busy = False  # while a dense pass of its own runs
-        self._embedded: Tensor | None = None  # ids of this pass, as multimodal models give the decoder embeddings
+        # ids of the pass and their embeddings, which multimodal classes give to the decoder
+        self._embedded: tuple[Tensor, Tensor] | None = None
         self.reset()
         self._hooks = [
-            decoder.get_input_embeddings().register_forward_pre_hook(self._see, with_kwargs=True),  # type: ignore[operator,union-attr]
+            decoder.get_input_embeddings().register_forward_hook(self._see, with_kwargs=True),  # type: ignore[operator,union-attr]
             decoder.register_forward_pre_hook(self._before_forward, with_kwargs=True),
             decoder.register_forward_hook(self._after_forward, with_kwargs=True),
         ]
@@ -94,9 +95,9 @@ class Rectification:
         for count in sorted({count for count in sparse if count >= due}):
             self._rectify(cache, layer, [row for row, pending in enumerate(sparse) if pending == count], count)
 
-    def _see(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
+    def _see(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Tensor) -> None:
         if not self.busy:
-            self._embedded = args[0] if args else kwargs.get("input")
+            self._embedded = args[0] if args else kwargs["input"], output
 
     @outside_inference_mode
     def _after_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any], output: Any) -> None:
@@ -117,8 +118,8 @@ class Rectification:
             rows[POSITIONS] = torch.zeros_like(rows[IDS])
             rows[DENSE] = torch.zeros(batch, dtype=torch.int64, device="cpu")
         ids = _arriving(args, kwargs)
-        if ids.is_floating_point() and embedded is not None and embedded.shape == ids.shape[:2]:
-            ids = embedded
+        if ids.is_floating_point() and embedded is not None and embedded[1] is ids:
+            ids = embedded[0]
         arrived = ids.shape[1]
         new = self.passes.mode(cache, layer.rows.slots - arrived, arrived).decoded
         if new < arrived:  # a prompt, or a chunk of one; drafts may come along with it

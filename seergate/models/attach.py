@@ -8,6 +8,8 @@ creates the forward context (`seergate.models.hooks`).
 from __future__ import annotations
 
 import os
+import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from importlib import import_module
@@ -33,6 +35,9 @@ from seergate.models.masks import FLEX
 from seergate.models.prompts import PromptReader
 from seergate.models.resolving import check_anchors, check_calibration, check_dense_layers, resolve_method
 
+STILL_GENERATES = (
+    "another thread is in the model's generate, whose further steps are dense; end it before the method is detached"
+)
 _HANDLE = "_seergate_handle"
 Counts = TypeVar("Counts", bound=DecodeStats)
 
@@ -160,13 +165,15 @@ class Handle(Attachment):
         self.storage.reset()
 
     def detach(self) -> None:
-        """Restore the model to its original state. Further calls have no effect.
-
-        Raises:
-            SeergateError: if another thread is in the model's ``generate``.
+        """Restore the model to its original state. Further calls have no effect. Warns if another thread is in the
+        model's ``generate`` for more than a second, as its further steps are dense.
         """
-        if self.passes.generate_thread not in (None, get_ident()):
-            raise SeergateError("another thread is in the model's generate; wait for its end, then detach the method")
+        until = time.monotonic() + 1  # a streamer ends shortly before its `generate`
+        while set(self.passes.generate_threads) - {get_ident()}:
+            if time.monotonic() > until:
+                warnings.warn(STILL_GENERATES, stacklevel=2)
+                break
+            time.sleep(0.01)
         if self.correction is not None:
             self.correction.remove()
             self.correction = None

@@ -74,7 +74,7 @@ def load(
     of_config = {name: value for name, value in options.items() if name not in MODEL_OPTIONS}
     if of_config:
         config_of_base = base_config(base, revision=pinned, **hub, **of_config)
-    if "flex" in str(options.get("attn_implementation")):
+    if options.get("attn_implementation") == "flex_attention":
         raise SeergateError(FLEX)
     without_weights = skeleton(config_of_base)
     attach(without_weights, method, correction=correction, storage=storage)  # refuses before weights are read

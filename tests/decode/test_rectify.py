@@ -58,7 +58,7 @@ def test_a_rectified_cache_is_a_dense_one(name, family, every):
             if correction:
                 same_tokens(cache, dense[80], 80)
                 with pytest.raises(SeergateError, match="input_ids"):
-                    model(inputs_embeds=torch.zeros(1, 1, model.config.hidden_size), past_key_values=cache)
+                    model(inputs_embeds=model.get_input_embeddings()(prompt(1)) + 1, past_key_values=cache)
 
 
 @torch.no_grad()

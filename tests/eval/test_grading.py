@@ -186,6 +186,10 @@ ANSWERS = r"""
     \sqrt[3]{4} == \sqrt[3]4 || \sqrt[3] 4 != \sqrt[3]5    \vec{v} == \vec v != \vec u
     \binom{10}{3} == \binom{10}3 || 120
     \cos 20^\circ == \sin 70^\circ || \cos\frac{\pi}{9} || \cos(20^{\circ}) != \cos 20 || \sin 20^\circ
+    40\% == 40\% \text{ of the students} || 40 percent chance || 40\text{ percent increase} != 40\text{ students}
+    60\%\text{ chance} == 60\% || 60    3:4:5 == (3:4:5) || x:y:z = 3:4:5 || 3 : 4 : 5    \frac{10000}{3} == 10 000/3
+    \sin 20^\circ == \sin\left(20^\circ\right) || \sin{20^\circ} || \sin{20}^\circ || \sin(20)^\circ
+    \sin(x+30^\circ) == \sin(30^\circ+x)    11:05\text{ a.m.} == 11:05 != 11:06
     \frac{1}{2} == \sin 30^\circ || \sin^2 45^\circ != \sin 30    \sqrt{3} == \tan 60^\circ
 """
 """Gold answer == right || right != wrong || wrong, or of which a part would be left unread; four spaces between."""
@@ -426,6 +430,8 @@ CONTAINED |= {"I don’t": "don't", "a cafe\u0301.": "café", "_Paris_": "Paris"
             ("number", text, "5", "5", True)
             for text in ("so 3 - 5", r"x \approx5", r"$3\cdot4\Rightarrow5$", "(2) - 5")
         ),
+        *(("number", text, "5", "5", True) for text in ("So:\n\n- 5 eggs", "**Total** - $5", "| Total | - 5 |")),
+        *(("number", text, "5", "5", True) for text in ("Answer:  \n- 5", "Total – 5", "3  - 5", "$3$ - $5$")),
         ("number", r"- \frac{1}{2}", "-1/2", "-1/2", True),
         *(("number", rf"={text}", "-.75", "-3/4", True) for text in (r"\frac{-3}{4}", r"-\frac{1.5}{2}")),
         ("number", r"\frac{3,000}{-4,000}", "-0.75", "-3/4", True),
@@ -437,7 +443,8 @@ CONTAINED |= {"I don’t": "don't", "a cafe\u0301.": "café", "_Paris_": "Paris"
         ("contains", "Parisian", "Paris", "Parisian", False),
         *(("contains", text, "5", text, False) for text in ("2.5", "it is 5.75.", "5.5", "5,000")),
         *(("contains", text, "500", text, False) for text in ("1,500", "It costs 500,000.")),
-        *(("contains", text, "500", text, True) for text in ("1, 500", "500, 1000", "500,10")),
+        *(("contains", text, "500", text, True) for text in ("1, 500", "500, 1000", "2020,500", "500,423,9")),
+        ("contains", "5,000, or", "5", "5,000, or", False),
         *(("contains", text, "5", text, True) for text in ("5.", "$5.00", "5.2.2020", "31.12.5", "1.5 or 5")),
     ],
 )

@@ -131,6 +131,8 @@ def test_what_of_an_answer_is_run():
         (f"{block}\n```python\ndef f_test():\n    f()\n```", whole),
         ("1. so:\n   ```python\n   def f():\n       return 1\n   ```", whole),
         (f"{stub}\nThe body:\n{body_block}", "\n    return 1"),
+        (stub.replace("...", "raise NotImplementedError") + "\n" + body_block, "\n    return 1"),
+        (f"```\ndef f():\n    return {'1+' * 20_000}1\n```", f"\ndef f():\n    return {'1+' * 20_000}1"),
         (f"{block}\nIts end is\n{body_block.replace('1', '2')}", whole),
         (body_block, "\n    return 1"),
         (block.replace("def", "from __future__ import annotations\ndef"), whole),

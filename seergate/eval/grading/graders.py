@@ -120,9 +120,10 @@ def _whole(part: str) -> str:
     before, after = "" if ends[0] else f"(?<!{letter})", "" if ends[1] else f"(?!{letter})"
     if part[0].isdigit():  # 5 is not in 2.5, but 2020 in 21.12.2020
         before += r"(?:(?<!\d\.)|(?<=\.\d\.)|(?<=\.\d\d\.))"
-        before += r"(?<!\d,)" if re.match(r"\d{3}(?!\d)", part) else ""  # 500 is not in 1,500
+        if re.match(r"\d{3}(?!\d)", part):  # 500 is not in 1,500
+            before += "".join(rf"(?<!(?<!\d)\d{{{digits}}},)" for digits in (1, 2, 3))
     if part[-1].isdigit():
-        after += r"(?!\.0*[1-9]\d*(?!\d|\.\d))(?!,\d{3}(?!\d))"
+        after += r"(?!\.0*[1-9]\d*(?!\d|\.\d))(?!(?:,\d{3})+(?!\d|,\d))"
     return before + re.escape(part) + after
 
 
@@ -133,9 +134,10 @@ _SPACED = re.compile(  # 10 000, as no decimal number begins with 0; not 110 011
 _PART = r"\{\s*([-+]?\d{1,99}(?:,\d{3}){0,9}(?:\.\d{1,99})?)\s*\}"
 _FRACTION = re.compile(rf"(?:(\d)\s{{0,3}})?\\[dt]?frac\s*(?:{_PART}\s*{_PART}|(\d)\s*(\d))")
 _POWER = re.compile(r"(?:(?<=[\d}])\s*(?:\\times|\\cdot|[*x])\s*|(?<![\w.]))10\^(?:\{([-+]?\d{1,3})\}|([-+]?\d{1,3}))")
+_SIGN_APART = r"(?:(?<=[=({] )|(?<=[=({$])|(?<=\\\()|\A(?=[^A-Za-z\n]*\Z))[-+]"  # no dash of a list, no difference
 _NUMBER = re.compile(
     r"(?<![A-Za-z\d_.^/])(?<![\^_}]\{)(?<!sqrt\{)"  # no part of a name, of a number, a power, a denominator, a root
-    r"((?:(?<![A-Za-z\d)}])(?:[-+](?!\s|\\[,;:! ])|(?<![A-Za-z\d)}]\s)[-+]))?)"  # after 3, "- 5" is a difference
+    rf"((?:(?<![A-Za-z\d)}}])[-+](?!\s|\\[,;:! ])|{_SIGN_APART})?)"
     r"(?:\s|\\[,;:! ])?(?:\\?[$€£¥₹]\s?)?"
     r"(?>(?:(\d+)\s+)?(\d+)\s*/\s*(0*[1-9]\d*)|((?:(?:\d{1,3}(?:,\d{3})+|\d\d?(?:,\d\d)+,\d{3})(?!\d)|\d+)(?:\.\d+)?|\.\d+)(?:[eE]([-+]?\d{1,3}))?)"
     r"(?!\.?\d|/\d|\^\{?[-\d]|\s*\\(?:sqrt|pi)(?![A-Za-z]))([A-Za-z_]*)"

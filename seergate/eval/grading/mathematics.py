@@ -21,9 +21,8 @@ _FRACTION = re.compile(rf"\\[dt]?(frac|binom)\s*{_ARGUMENT}\s*{_ARGUMENT}")  # o
 _UNBRACED = re.compile(
     r"(\\(?:math(?:bb|bf|cal|frak)|vec|hat|bar|overline)|\\sqrt\s*\[[^\[\]]*\])(?:\s+([A-Za-z\d])|(?<=\])([A-Za-z\d])|(\d))"
 )
-_DEGREES = re.compile(  # of a function
-    r"(\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])(?:\s*\^\s*\{?-?\d\}?)?[\s({]*)(\d+(?:\.\d+)?)\s*\^\s*\{?\s*\\circ\s*\}?"
-)
+_TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
+_DEGREES = re.compile(r"(?:([({])(\d+(?:\.\d+)?)[)}]|(\d+(?:\.\d+)?))\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})")
 DECORATION = re.compile(
     r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:underline|boldsymbol|bm|bf|it|rm|sf|tt|limits|(?:display|text|script)style"
     r"|[bB]igg?[lrm]?|tiny|scriptsize|footnotesize|small|normalsize|[Ll]arge|LARGE|[Hh]uge)(?![A-Za-z])"
@@ -95,8 +94,9 @@ def _recurring(match: re.Match[str]) -> str:
 
 
 def _mixed(match: re.Match[str]) -> str:
-    """A whole number and a proper fraction as their sum."""
-    return rf"{match[1]}\frac{{{match[2]}}}{{{match[3]}}}" if int(match[2]) < int(match[3]) else match[0]
+    """A whole number and a proper fraction as their sum; not 1 000/3001."""
+    proper = int(match[2]) < int(match[3]) and not match[2].startswith("0")
+    return rf"{match[1]}\frac{{{match[2]}}}{{{match[3]}}}" if proper else match[0]
 
 
 def plain(text: str) -> str:
@@ -122,7 +122,8 @@ def plain(text: str) -> str:
     )
     text = _RECURRING.sub(_recurring, text)
     text = _UNBRACED.sub(lambda match: f"{match[1]}{{{match[match.lastindex or 0]}}}", text)
-    text = _DEGREES.sub(r"\1\\frac{\2\\pi}{180}", text)
+    if _TRIGONOMETRIC.search(text):  # math-verify ignores the sign
+        text = _DEGREES.sub(lambda match: rf"\frac{{{match[2] or match[3]}\pi}}{{180}}", text)
     text = _MIXED.sub(_mixed, text)  # before the thousands: 1 100/101
     text = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     text = multiplied(text)
@@ -312,12 +313,13 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
     if len(_values(gold)) > 1 or re.search(r"\\[pm]{2}(?![A-Za-z])", gold):
         answer = _JOINED.sub(", ", answer)
     upright = set(re.findall("[A-Za-z]+", " ".join(re.findall(TEXT, gold + answer))))
-    if _CLOCK.search(gold) or _CLOCK.search(answer):
-        raise MisreadError("a time, or a ratio of several numbers, that is not the same text")
+    numbers = [list(map(int, re.findall(r"\d+", text.rpartition("=")[2]))) for text in (gold, answer)]
+    if numbers[0] != numbers[1] and (_CLOCK.search(gold) or _CLOCK.search(answer)):
+        raise MisreadError("another time, or another ratio of several numbers")
     whole = gold, answer
     (gold, unit), (answer, other) = _without_unit(gold, upright), _without_unit(answer, upright)
-    for text, another in zip(whole, (other, unit), strict=True):
-        if another and another != ["percent"] and re.search(r"%\s*\Z", text):
+    for text, against, another in zip(whole, whole[::-1], (other, unit), strict=True):
+        if another and re.search(r"%\s*\Z", text) and not re.search("%|percent", against):
             raise MisreadError("a percentage and another unit")
     if unit and other and unit != other:
         raise MisreadError(f"another unit: {' '.join(other)} for {' '.join(unit)}")

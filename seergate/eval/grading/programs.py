@@ -128,13 +128,13 @@ def answered_program(completion: str, gold: str) -> str | None:
 
 
 def _is_stub(block: str) -> bool:
-    """Whether the functions in a block have no statements but docstrings, ``...`` and ``pass``."""
+    """Whether the functions in a block have no statements but docstrings, ``...``, ``pass`` and ``raise``."""
     try:
         tree = ast.parse(dedent(block))
-    except SyntaxError:
+    except (SyntaxError, ValueError, RecursionError, MemoryError):
         return True
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    return all(isinstance(line, ast.Expr | ast.Pass) for each in functions for line in each.body)
+    return all(isinstance(line, ast.Expr | ast.Pass | ast.Raise) for each in functions for line in each.body)
 
 
 def run_program(gold: str, program: str, *, seconds: int = SECONDS, wall: float | None = None) -> tuple[bool, str]:
