@@ -227,20 +227,22 @@ def grade_letter(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
 _WORDS = re.compile(r"(?:YES|TRUE|FALSE|N[Oo]|no|[A-Za-z][a-z]{2,})(?:[ /-](?:[A-Za-z][a-z]*|\d+))*")  # not aBc
 
 
+def _same_text(gold: str, answer: str) -> bool:
+    """Whether two answers are the same text but for spaces, or the same words in any case."""
+    right, text = (re.sub(r"\s+(?!\w)|(?<!\w)\s+", "", closed(each)) for each in (gold, answer))  # { x } as {x}
+    return text == right or bool(
+        _WORDS.fullmatch(answer) and _WORDS.fullmatch(gold) and answer.lower() == gold.lower()
+    )
+
+
 def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     """The answer must be mathematically equivalent to the gold answer, by math-verify."""
     if answer == gold.strip():
         return True, "equal as text"
-    upright = [" ".join(re.sub(TEXT, r" \1 ", DECORATION.sub("", each)).split()) for each in (gold, answer)]
-    gold, answer = plain(gold), plain(answer)
-    for right, given in ((gold, answer), upright):
-        right_text, text = (
-            re.sub(r"\s+(?!\w)|(?<!\w)\s+", "", closed(each)) for each in (right, given)
-        )  # { x } as {x}
-        if text == right_text or (
-            _WORDS.fullmatch(given) and _WORDS.fullmatch(right) and given.lower() == right.lower()
-        ):
-            return True, "equal as text but for how it is set"
+    words = (" ".join(re.sub(TEXT, r" \1 ", DECORATION.sub("", each)).split()) for each in (gold, answer))
+    upright, (gold, answer) = _same_text(*words), (plain(gold), plain(answer))
+    if upright or _same_text(gold, answer):
+        return True, "equal as text but for how it is set"
     try:
         gold, answer = readable(gold, answer)
     except MisreadError as error:
