@@ -10,7 +10,7 @@ import torch
 import seergate
 from seergate import GateBank, GateConfig
 from seergate.cli.eval import run_and_report
-from seergate.eval import RunOptions, make_task, running, store, sweep
+from seergate.eval import RunOptions, make_task, store, sweep
 from seergate.eval.generation.batch import Batch
 from seergate.eval.generation.costs import RowStats
 from seergate.eval.report import Sweep, load_sweeps, write_report
@@ -249,7 +249,7 @@ def test_every_task_has_all_threads(tmp_path, monkeypatch):
         torch.set_num_threads(1)
         return tmp_path
 
-    monkeypatch.setattr(running, "run_plan", run_plan)
+    monkeypatch.setattr("seergate.eval.run_plan.run_plan", run_plan)
     torch.set_num_threads(3)
     try:
         run_and_report(SweepPlan(task="chain_sum:problems=1,variable_tracking:length=300:problems=1"), report=False)

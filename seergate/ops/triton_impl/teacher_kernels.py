@@ -145,7 +145,7 @@ def attention_kernel(  # type: ignore[no-untyped-def]
 
     ``q [T, H, DIM]``, ``k [T, kv_heads, DIM]``, ``v [T, kv_heads, V_DIM]``, ``sinks [H]``, ``lse [T, H]``,
     ``log_targets [rows, kv_heads, .]`` by buffer row; only cells of strictly past blocks are written.
-    ``scale`` must be positive. ``TWO_LOOPS``: one without masks, then one for
+    ``scale`` must be positive (the sign is moved into q by the caller). ``TWO_LOOPS``: one without masks, then one for
     the diagonal; with one loop for both, fewer registers. ``WINDOW``: tokens that a row sees, in one loop;
     0 for all.
     """

@@ -116,8 +116,7 @@ def paged_score_kernel(  # type: ignore[no-untyped-def]
     HALF: tl.constexpr, PADDED_HALF: tl.constexpr, CHUNK: tl.constexpr, ROTARY: tl.constexpr, NEOX: tl.constexpr,
     EPS: tl.constexpr,
 ):  # fmt: skip
-    """``span`` blocks of one row and KV head. Grid: spans, KV heads, rows; see `score_kernel` of
-    `seergate.ops.triton_impl.selection`.
+    """``span`` blocks of one row and KV head. Grid: spans, KV heads, rows; see `scoring.score_kernel`.
 
     ``q [R, Hkv * GROUP, d]`` after RoPE, ``table [R, P]`` with ``RUN`` pages a block, the last of which has its
     ``summary [pages, Hkv, E]``, ``scores [R, Hkv, blocks]``, 0 for blocks that are not complete. The first span copies
@@ -162,7 +161,7 @@ def paged_score_kernel(  # type: ignore[no-untyped-def]
 
 
 @triton.jit
-def block_table_kernel(  # type: ignore[no-untyped-def]
+def place_kernel(  # type: ignore[no-untyped-def]
     scores_ptr, lengths_ptr, table_ptr, places_ptr, tokens_ptr,
     stride_tb, blocks, columns, budget, kept, sink_blocks, page_step, head_step,
     BLOCK_SIZE: tl.constexpr, RUN: tl.constexpr, WIDTH: tl.constexpr, KEPT_WIDTH: tl.constexpr,
@@ -303,7 +302,7 @@ def selected_block_table(
     assert blocks <= MAX_BLOCKS
     places = torch.empty(rows * kv_heads, kept * run, dtype=torch.int32, device=scores.device)
     tokens = torch.empty(rows * kv_heads, dtype=torch.int32, device=scores.device)
-    block_table_kernel[(rows, kv_heads)](
+    place_kernel[(rows, kv_heads)](
         scores, lengths, table, places, tokens, table.stride(0), blocks, table.shape[1], kept, kept, sink_blocks,
         page_step, head_step, BLOCK_SIZE=block_size, RUN=run, WIDTH=width, KEPT_WIDTH=padded(kept),
         num_warps=select_warps(width),

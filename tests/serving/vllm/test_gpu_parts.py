@@ -317,7 +317,7 @@ def test_a_decode_step_of_a_layer_is_five_launches(monkeypatch: pytest.MonkeyPat
             layer.forward(None, query, query, query, cache, metadata, state["outputs"][0])
         launches.append(list(names))
         names.clear()
-    kernels = ["close_kernel", "paged_score_kernel", "block_table_kernel"]
+    kernels = ["close_kernel", "paged_score_kernel", "place_kernel"]
     assert launches[1] == launches[2] == [*kernels, "attention"] and launches[3] == ["attention"]
     assert len(kernels) + 2 == LAUNCHES["gate"]  # as docs/scale.md counts them
     assert launches[0].count("schedule") == 1 and set(kernels) < set(launches[0]) and len(launches[0]) <= 20
