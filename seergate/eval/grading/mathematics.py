@@ -22,7 +22,7 @@ _UNBRACED = re.compile(
     r"(\\(?:math(?:bb|bf|cal|frak)|vec|hat|bar|overline)|\\sqrt\s*\[[^\[\]]*\])(?:\s+([A-Za-z\d])|(?<=\])([A-Za-z\d])|(\d))"
 )
 _TRIGONOMETRIC = re.compile(r"\\(?:sin|cos|tan|cot|sec|csc)(?![A-Za-z])")
-_DEGREES = re.compile(r"(?:([({])(\d+(?:\.\d+)?)[)}]|(\d+(?:\.\d+)?))\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})")
+_DEGREES = re.compile(r"(?:[({](\d+(?:\.\d+)?)[)}]|(\d+(?:\.\d+)?))\s*\^\s*(?:\\circ|\{\s*\\circ\s*\})")
 DECORATION = re.compile(
     r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:underline|boldsymbol|bm|bf|it|rm|sf|tt|limits|(?:display|text|script)style"
     r"|[bB]igg?[lrm]?|tiny|scriptsize|footnotesize|small|normalsize|[Ll]arge|LARGE|[Hh]uge)(?![A-Za-z])"
@@ -123,7 +123,7 @@ def plain(text: str) -> str:
     text = _RECURRING.sub(_recurring, text)
     text = _UNBRACED.sub(lambda match: f"{match[1]}{{{match[match.lastindex or 0]}}}", text)
     if _TRIGONOMETRIC.search(text):  # math-verify ignores the sign
-        text = _DEGREES.sub(lambda match: rf"\frac{{{match[2] or match[3]}\pi}}{{180}}", text)
+        text = _DEGREES.sub(lambda match: rf"\frac{{{match[1] or match[2]}\pi}}{{180}}", text)
     text = _MIXED.sub(_mixed, text)  # before the thousands: 1 100/101
     text = _THOUSANDS.sub(lambda match: re.sub(r"\D", "", match[0]), text)
     text = multiplied(text)
