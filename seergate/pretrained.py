@@ -10,6 +10,7 @@ from datetime import datetime
 from typing import TYPE_CHECKING, Any
 
 from seergate.errors import SeergateError, how_to_install
+from seergate.gguf_metadata import refuse_what_is_left_out, set_split
 from seergate.hub import hub_call
 from seergate.paths import GGUF, directory_here, gguf_file, is_hub_id, resolve_model
 
@@ -72,6 +73,8 @@ def read_pretrained(what: str, name: str | os.PathLike[str], read: Callable[...,
     commit = f" at {revision}" if (revision := options.get("revision")) else ""
     unread = f"the {what} {name}{commit}{' is no directory here and' if from_hub else ''} could not be loaded"
     with hub_call(unread, asks=from_hub and not options.get("local_files_only")):
+        if file is not None:
+            refuse_what_is_left_out(file)
         return read(resolve_model(name) if file is None else str(here), **options)
 
 
@@ -82,6 +85,8 @@ def load_tokenizer(name: str | os.PathLike[str], **options: Any) -> PreTrainedTo
     tokenizer: PreTrainedTokenizerBase = read_pretrained(
         "tokenizer of", name, AutoTokenizer.from_pretrained, **options
     )
+    if (file := gguf_file(name)) is not None:
+        set_split(tokenizer, file)
     return tokenizer
 
 

@@ -1,7 +1,10 @@
 """A GGUF file is a base model like another: what was written is what decodes, learns and is named by its gates."""
 
 import json
+import warnings
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import gguf
 import numpy as np
@@ -50,8 +53,16 @@ def permuted(weight: np.ndarray, heads: int) -> np.ndarray:
     return weight.reshape(heads, 2, rows // heads // 2, columns).swapaxes(1, 2).reshape(rows, columns)
 
 
-def write_gguf(file: Path, model: PreTrainedModel, without: str = "", **split: int) -> Weights:
-    """Write a model with a byte-level tokenizer, its matrices in 8 bits; returns the weights that are in the file."""
+def write_gguf(
+    file: Path,
+    model: PreTrainedModel,
+    without: str = "",
+    add: Callable[[gguf.GGUFWriter], Any] = lambda writer: None,
+    **split: int,
+) -> Weights:
+    """Write a model with a byte-level tokenizer, its matrices in 8 bits, and what ``add`` adds; returns the weights in
+    the file.
+    """
     config, written = model.config, Weights()
     writer = gguf.GGUFWriter(file, "llama")
     writer.add_context_length(config.max_position_embeddings)
@@ -73,6 +84,7 @@ def write_gguf(file: Path, model: PreTrainedModel, without: str = "", **split: i
     writer.add_chat_template(TEMPLATE)
     for key, value in split.items():
         writer.add_uint16(f"split.{key}", value)
+    add(writer)
     for name, tensor in model.state_dict().items():
         if name == "lm_head.weight" or name_in_gguf(name) == without:  # tied
             continue
@@ -135,6 +147,42 @@ def test_a_part_of_a_model_is_refused(tmp_path: Path) -> None:
     write_gguf(tmp_path / "torn.gguf", llama(), without="blk.1.ffn_up.weight")
     lacking = r"lacks 1 of its weights, such as model\.layers\.1\.mlp\.up_proj\.weight"
     refused(lacking, load_base, tmp_path / "torn.gguf")
+
+
+@pytest.mark.parametrize(
+    ("add", "what"),
+    [
+        (
+            lambda writer: writer.add_tensor("rope_freqs.weight", np.ones(8, np.float32)),
+            "scaled RoPE .rope_freqs.weight.",
+        ),
+        (lambda writer: writer.add_rope_scaling_type(gguf.RopeScalingType.YARN), "scaled RoPE .yarn."),
+        (lambda writer: writer.add_key_length(32), "RoPE of 16 of 32 dimensions"),
+        (lambda writer: writer.add_sliding_window(64), "a sliding window of 64 tokens"),
+    ],
+)
+def test_what_transformers_would_leave_out_is_refused(
+    tmp_path: Path, add: Callable[[gguf.GGUFWriter], Any], what: str
+) -> None:
+    write_gguf(tmp_path / "m.gguf", llama(), add=add)
+    for read in (base_config, load_base, load_tokenizer):
+        refused(f"m.gguf has {what}, which transformers does not read", read, tmp_path / "m.gguf")
+
+
+def test_a_tokenizer_splits_as_its_file_states(tmp_path: Path) -> None:
+    def pieces(stated: str) -> list[str]:
+        file = tmp_path / f"{stated}.gguf"
+        write_gguf(file, llama(), add=lambda writer: writer.add_tokenizer_pre(stated))
+        splitter = load_tokenizer(file).backend_tokenizer.pre_tokenizer  # type: ignore[attr-defined]
+        return [piece for piece, _ in splitter.pre_tokenize_str("a\n\n12")]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert pieces("gpt-2") == ["a", "Ċ", "Ċ", "12"]
+        assert pieces("smollm") == ["a", "ĊĊ", "1", "2"], "every digit apart, so the line feeds stay together"
+        assert pieces("qwen2") == ["a", "ĊĊ", "1", "2"], "by transformers"
+    with pytest.warns(UserWarning, match=r"does not know how the tokenizer of .* splits texts \('falcon9'\)"):
+        pieces("falcon9")
 
 
 def test_its_tokenizer_comes_with_it(file: Path) -> None:
