@@ -16,6 +16,7 @@ is read completely at every step.
 
 from __future__ import annotations
 
+import os
 import sys
 from typing import Any
 
@@ -29,6 +30,7 @@ from seergate.eval.settings import method_spec
 from seergate.models.attach import attach
 from seergate.models.gate_bank import GateBank
 from seergate.models.loading import load_base
+from seergate.models.names import gates_for
 from seergate.pretrained import load_tokenizer
 
 HFLM_OPTIONS = (
@@ -44,12 +46,12 @@ class SeergateLM(HFLM):
 
     Args:
         pretrained: directory or Hub id of the base model.
-        gates: directory or Hub id, for methods that have some.
+        gates: directory or Hub id, for methods with gates; by default those in ``gates/`` beside the model.
         method: as `seergate eval` takes it; by default ``gate`` where there are gates, else ``dense``.
         budget: tokens per KV head and step.
         block_size: tokens per block, for methods that select blocks.
-        device, dtype: device and dtype of the base model; the harness always requests a GPU, so ``device`` is ignored
-            on machines without one.
+        device, dtype: device and dtype of the base model. ``device`` is a GPU by default, and ignored on machines
+            without one, since the harness requests a GPU everywhere.
         revision: commit, branch or tag of the base model on the Hub.
         **options: those options of ``HFLM`` that affect a loaded model (`HFLM_OPTIONS`).
     """
@@ -70,11 +72,24 @@ class SeergateLM(HFLM):
         for name in options:
             if name not in HFLM_OPTIONS:
                 raise SeergateError(f"{name!r} has no effect on the model seergate; {did_you_mean(name, known)}")
-        spec = method_spec(method or ("gate" if gates else "dense"), budget, block_size)
-        made = spec.method(None if gates is None else GateBank.from_pretrained(gates))
+        if int(os.environ.get("WORLD_SIZE", 1)) > 1:
+            raise SeergateError("the model seergate runs in one process; start lm-eval without a launcher")
+        adapter = gates_for(pretrained, gates)
+        spec = method_spec(method or ("gate" if adapter else "dense"), budget, block_size)
+        bank = GateBank.from_pretrained(adapter) if adapter and (gates or spec.has_gates) else None
+        size = bank.config.block_size if bank is not None and spec.has_gates else block_size
+        for name, value, without_effect in (
+            ("gates", gates, not spec.has_gates),
+            ("budget", budget, spec.name == "dense"),
+            ("block_size", block_size, spec.name == "dense" or size != block_size),
+        ):
+            if value is not None and without_effect:
+                raise SeergateError(f"{name} is {value!r}, which has no effect on the method {spec.name!r}")
+        made = spec.method(bank)
         given = {} if revision is None else {"revision": str(revision)}
         tokenizer = load_tokenizer(pretrained, **given)
-        model = load_base(pretrained, device=device if torch.cuda.is_available() else None, dtype=dtype, **given)
+        device = (device or "cuda") if torch.cuda.is_available() else None
+        model = load_base(pretrained, device=device, dtype=dtype, **given)
         attach(model, made, correction=spec.correction)
         super().__init__(pretrained=model, tokenizer=tokenizer, **given, **options)
 
@@ -94,10 +109,12 @@ class SeergateLM(HFLM):
         pairs = [((context + given)[-room : -len(given)], given) for _, context, given in requests]
         size = override_bs or (self.batch_size if isinstance(self.batch_size, int) else 1)
         results: list[tuple[float, bool]] = [(0.0, False)] * len(requests)
-        for number, value, greedy in likelihoods(self.model, pairs, size):
-            results[number] = value, greedy
-            if (texts := requests[number][0]) is not None:
-                self.cache_hook.add_partial("loglikelihood", texts, results[number])
+        dtype = self.mixed_precision_dtype
+        with torch.autocast(self.device.type, dtype, enabled=dtype is not None):
+            for number, value, greedy in likelihoods(self.model, pairs, size):
+                results[number] = value, greedy
+                if (texts := requests[number][0]) is not None:
+                    self.cache_hook.add_partial("loglikelihood", texts, results[number])
         return results
 
 

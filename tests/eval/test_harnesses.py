@@ -13,6 +13,8 @@ from seergate.eval import make_task
 from seergate.eval.harness import likelihoods
 from seergate.eval.settings import method_spec
 from seergate.methods import H2O
+from seergate.models.attach import handle_of
+from seergate.models.names import TINY_GATES, TINY_MODEL
 from tests.support import evaluation as support
 from tests.support.running import ROOT, refused
 
@@ -140,14 +142,35 @@ def test_scored_tasks_of_lm_eval_are_decoded_sparsely(tmp_path, monkeypatch):
         chosen = [[float(answer[0]) for answer in each["filtered_resps"]] for each in results["samples"]["choices"]]
         return chosen, results["results"]["rolling"]["word_perplexity,none"]
 
-    for options, why in (({"peft": "a"}, "'peft' has no effect"), ({"bugdet": 7}, "'bugdet' has no effect.*budget")):
+    for options, why in (
+        ({"peft": "a"}, "'peft' has no effect"),
+        ({"bugdet": 7}, "'bugdet' has no effect.*budget"),
+        ({"budget": 64}, "budget is 64, which has no effect on the method 'dense'"),
+        (
+            {"method": "quest", "budget": 64, "gates": TINY_GATES},
+            "gates is .*, which has no effect on the method 'quest'",
+        ),
+        (
+            {"budget": 64, "gates": TINY_GATES, "block_size": 32},
+            "block_size is 32, which has no effect on the method 'gate'",
+        ),
+    ):
         refused(why, SeergateLM, model, **options)
+    beside = SeergateLM(TINY_MODEL, budget=64)
+    assert handle_of(beside.model).method.name == "gate", "in gates/ of the model's directory"
+    with monkeypatch.context() as several:
+        several.setenv("WORLD_SIZE", "2")
+        refused("runs in one process", SeergateLM, model)
     short = SeergateLM(model, method="dense", max_length=8)
     refused("a continuation has 9 tokens", short._loglikelihood_tokens, [(None, [4], list(range(9)))])
     theirs = evaluated(HFLM(pretrained=model, device="cpu"))
     dense = evaluated(SeergateLM(model, method="dense"))
     torch.testing.assert_close(torch.tensor(dense[0]), torch.tensor(theirs[0]), atol=1e-4, rtol=1e-4)
     assert dense[1] == pytest.approx(theirs[1], rel=1e-4)
+    mixed = SeergateLM(model, method="dense", mixed_precision_dtype="bfloat16")
+    one = ("", ""), [4, 5, 6], [7, 8]
+    rounded, exact = (x._loglikelihood_tokens([one])[0][0] for x in (mixed, SeergateLM(model, method="dense")))
+    assert 1e-5 < abs(rounded - exact) < 0.1
     sparse = evaluated(SeergateLM(model, method="quest", budget=16, block_size=8, batch_size=2))
     assert (torch.tensor(sparse[0]) - torch.tensor(dense[0])).abs().min() > 1e-3
     assert abs(sparse[1] / dense[1] - 1) > 1e-4
