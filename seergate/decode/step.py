@@ -87,23 +87,21 @@ def gated_attention(
     state, mode, new = layer.state, context.mode, query.shape[2]
     assert state is not None
     step = make_step(layer, context, query, kwargs)
-    state.append(step)
-    if mode.dense and new > 1 and not (new <= MAX_GROUPED_TOKENS and context.valid is None and _groupable(step)):
-        return dense(query, key, value, attention_mask, **kwargs)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        if mode.dense and new > 1:
-            return newest_tokens_attention(step).to(value.dtype), None
-        if mode.dense:
+        state.append(step)
+        if mode.dense and new == 1:
             return layer.storage.attend(step, None, layer.block_size).output[:, None].to(value.dtype), None
-        if context.on_host:
+        if mode.dense and new <= MAX_GROUPED_TOKENS and context.valid is None and _groupable(step):
+            return newest_tokens_attention(step).to(value.dtype), None
+        if not mode.dense and context.on_host:
             observer.stats_.expect_compiled(layer)
         if mode.decoded == new:
             return decode_tokens(observer, layer, context, step).to(value.dtype), None
-    observer.stats_.saw_prompt(layer)
+    if not mode.dense:
+        observer.stats_.saw_prompt(layer)
     output, weights = dense(query, key, value, attention_mask, **kwargs)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        if isinstance(state, CompressingState):
-            _evict(layer, step)
+        _evict(layer, step)
         if not mode.decoded:
             return output, weights
         # The first drafts of assisted decoding come along with the prompt.
@@ -160,16 +158,13 @@ def _decode(observer: Observer, layer: GatedLayer, context: ForwardContext, step
     stats.record(record)
     if observer.trace is not None:
         observer.trace.record(record)
-    if isinstance(state, CompressingState):
-        _evict(layer, step)
+    _evict(layer, step)
     return attended.output
 
 
 def _evict(layer: GatedLayer, step: Step) -> None:
-    """Evict what the method gives up after a step or a prompt."""
-    assert isinstance(layer.state, CompressingState)
-    eviction = layer.state.select_kept(step)
-    if eviction is not None:
+    """Evict what the method gives up, if it evicts, after a step or a prompt."""
+    if isinstance(layer.state, CompressingState) and (eviction := layer.state.select_kept(step)) is not None:
         layer.evict(eviction)
 
 

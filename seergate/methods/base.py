@@ -146,7 +146,7 @@ class AttentionOutput(NamedTuple):
 
 
 class LayerState:
-    """State of a method in one layer during one request.
+    """State of a method in one layer during one request. Its functions are called without gradients and autocast.
 
     Every tensor is in ``self.rows`` with the batch axis first, so that the cache can reorder, repeat and select rows
     without knowing the method.

@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from seergate.checks import check_count
-from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, LayerState, Method, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import log_block_maxima
@@ -33,7 +32,6 @@ class OracleState(SelectingState):
 
     reads_all_keys = True
 
-    @without_gradients
     def scores(self, step: Step) -> Tensor:
         return log_block_maxima(step, self.block_size)
 

@@ -17,7 +17,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from seergate.checks import check, check_choice, check_counts
-from seergate.inference_mode import without_gradients
 from seergate.methods.base import AttentionOutput, LayerSpec, LayerState, Method, Step
 from seergate.ops.rows import RowLengths
 
@@ -298,7 +297,6 @@ class BudgetedState(EvictingState):
             return self.clock(row) % method.interval == 0 and held > capacity
         return held > capacity and (decoded == 0 or held >= capacity + method.interval)
 
-    @without_gradients
     def select_kept(self, step: Step) -> Eviction | None:
         ends, method = step.ends, self.method
 

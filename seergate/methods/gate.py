@@ -16,7 +16,6 @@ from torch import Tensor, nn
 
 from seergate.config import DecodeConfig
 from seergate.errors import SeergateError
-from seergate.inference_mode import without_gradients
 from seergate.methods.base import KeysOf, LayerSpec, LayerState, Method, OffsetOf, Step
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod, SelectingState
 from seergate.ops import Selection
@@ -180,15 +179,13 @@ class GateState(SelectingState):
             "oldest": torch.zeros(spec.batch, dtype=torch.int64, device="cpu"),  # lowest position held in `recent`
         }
 
-    @without_gradients
     def append(self, step: Step) -> None:
         entries = self.grown("kg", -(-step.max_length // self.size))
         if step.decoded == step.k_pre_BKSD.shape[2] == 1 and all(step.counts):
             newest, recent = step.k_pre_BKSD[:, :, 0], self.rows["recent"]
             self.gate.remember(newest, step.rows, recent, entries, position_offset=self.decode_offset)
         else:
-            with torch.autocast(step.k_pre_BKSD.device.type, enabled=False):  # as in the ops of a decode step
-                self._append_many(step)
+            self._append_many(step)
 
     def _append_many(self, step: Step) -> None:
         """Compute all entries that the new tokens complete, one row at a time. Entries that a decoded token completes
@@ -214,7 +211,6 @@ class GateState(SelectingState):
         """Bytes of the entries that a step reads, which exclude the entry of the current token's block."""
         return super().bytes_read(held - self.size, seen - self.size, chose)
 
-    @without_gradients
     def scores(self, step: Step) -> Tensor:
         return self.gate.step_scores(step.q_pre_BHSD[:, :, 0], step.rows, self.rows["kg"])
 

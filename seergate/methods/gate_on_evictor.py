@@ -9,7 +9,6 @@ import torch
 
 from seergate import ops
 from seergate.errors import SeergateError
-from seergate.inference_mode import without_gradients
 from seergate.methods.base import AttentionOutput, LayerSpec, Step
 from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
 from seergate.methods.gate import Gate, GateState
@@ -49,7 +48,6 @@ class GateOnEvictorState(EvictingState):
             return step
         return replace(step, starts=starts, lengths=torch.tensor(seen, device=step.lengths.device).clamp(min=1))
 
-    @without_gradients
     def append(self, step: Step) -> None:
         super().append(step)
         self.evicting.append(step)
@@ -59,7 +57,6 @@ class GateOnEvictorState(EvictingState):
     def observe_attention(self, step: Step) -> None:
         self.evicting.observe_attention(step)
 
-    @without_gradients
     def attend(self, step: Step) -> AttentionOutput | None:
         gate, whole, resident = self.method.gate, self._whole(step), step.max_length
         dense = self.spec.layer in gate.dense_layers or whole.max_length <= gate.covered_tokens

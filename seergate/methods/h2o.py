@@ -8,7 +8,6 @@ import torch
 from torch import Tensor
 
 from seergate.checks import check_choice
-from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import prompt_probabilities, reduced
@@ -26,15 +25,13 @@ class H2OState(BudgetedState):
         # half precision would lose small increments
         self.add_per_token("mass", wide_dtype(spec.dtype))
 
-    @without_gradients
     def append(self, step: Step) -> None:
         super().append(step)
         if step.decoded == step.q_BHSD.shape[2] == 1:
             return  # `observe_attention` counts it
-        with torch.autocast(step.k_BKSD.device.type, enabled=False):  # as at a decode step
-            for row, count in enumerate(step.counts):
-                for p_KGWT in prompt_probabilities(step, row):
-                    self.rows["mass"][row, :, :count] += reduced(p_KGWT, self.method.group_reduction, 1).sum(1)
+        for row, count in enumerate(step.counts):
+            for p_KGWT in prompt_probabilities(step, row):
+                self.rows["mass"][row, :, :count] += reduced(p_KGWT, self.method.group_reduction, 1).sum(1)
 
     def observe_attention(self, step: Step) -> None:
         p_BKGT = step.p_BKGT

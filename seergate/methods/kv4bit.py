@@ -14,7 +14,6 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.checks import check_counts
-from seergate.inference_mode import without_gradients
 from seergate.methods.base import AttentionOutput, LayerSpec, Step
 from seergate.methods.evicting import CompressingMethod, CompressingState, Eviction
 from seergate.ops.gate_math import wide_dtype
@@ -58,7 +57,6 @@ class KV4BitState(CompressingState):
         """Number of quantised tokens of each row."""
         return [self.total_tokens(row) - end for row, end in enumerate(step.ends)]
 
-    @without_gradients
     def attend(self, step: Step) -> AttentionOutput | None:
         """Attention to the quantised tokens and the residents."""
         stored = self.stored(step)
@@ -91,7 +89,6 @@ class KV4BitState(CompressingState):
     def max_resident(self) -> int:
         return self.method.residual + self.method.group
 
-    @without_gradients
     def select_kept(self, step: Step) -> Eviction | None:
         """Move whole groups of tokens that are older than ``residual`` from the cache into the state."""
         size, ends = self.method.group, step.ends

@@ -16,7 +16,6 @@ from torch import Tensor
 from seergate import ops
 from seergate.checks import check_choice, check_counts, check_share
 from seergate.config import RULES, Rectify
-from seergate.inference_mode import without_gradients
 from seergate.methods.base import KeysOf, LayerSpec, LayerState, OffsetOf, Step
 from seergate.methods.selecting import PerHeadSelection, SelectingMethod, SelectingState
 from seergate.ops import Selection
@@ -37,7 +36,6 @@ class PageState(LayerState):
         self.rows |= {"high": empty, "low": empty.clone()}
         self.tokens_per_entry |= dict.fromkeys(self.reads, self.block_size)
 
-    @without_gradients
     def append(self, step: Step) -> None:
         super().append(step)
         blocks = -(-step.max_length // self.block_size)
@@ -70,7 +68,6 @@ class PageState(LayerState):
             pages = slice(first, first + pooled.shape[1])
             high[row, :, pages], low[row, :, pages] = pooled.to(high.dtype).chunk(2, dim=-1)
 
-    @without_gradients
     def bounds_of_pages(self, step: Step, scale: float = 1.0) -> Tensor:
         """The `page_bounds` of all pages, and of those that there is room for, for the newest query."""
         return page_bounds(step.q_BHSD, self.rows["high"], self.rows["low"], self.method.group_reduction, scale)

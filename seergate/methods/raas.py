@@ -10,7 +10,6 @@ import torch
 from torch import Tensor
 
 from seergate.checks import check_choice, check_counts, check_share
-from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction, best
 from seergate.methods.quest import PageState
@@ -73,7 +72,6 @@ class RaaSState(PageState, EvictingState):
         used.scatter_(2, index, now.expand_as(index))
         used[torch.arange(len(pages), device=device), :, torch.tensor(pages, device=device) - 1] = now[:, 0]
 
-    @without_gradients
     def select_kept(self, step: Step) -> Eviction | None:
         size, ends, pages = self.method.block_size, step.ends, self._page_counts(step)
         capacity = {row: self._pinned(row) + self._room(row) for row in range(len(pages)) if self.decoded[row]}

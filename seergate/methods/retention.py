@@ -14,7 +14,6 @@ from torch import Tensor
 
 from seergate.checks import check_counts
 from seergate.errors import SeergateError
-from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, LayerState, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.gate import GatedMethod
@@ -69,7 +68,6 @@ class RetentionState(BudgetedState):
         self.add_per_token("score", torch.promote_types(torch.promote_types(dtype, spec.dtype), torch.float32))
         self.add_per_token("position", torch.int32)
 
-    @without_gradients
     def append(self, step: Step) -> None:
         super().append(step)
         assert step.hidden is not None

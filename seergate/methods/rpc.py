@@ -10,7 +10,6 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from seergate.checks import check, check_choice, check_counts
-from seergate.inference_mode import without_gradients
 from seergate.methods.base import Step
 from seergate.methods.evicting import EvictingMethod, Eviction, stacked
 from seergate.methods.scoring import WindowState, logits, pooled
@@ -34,7 +33,6 @@ class RPCState(WindowState):
         """Maximum tokens of a row until its next compression; it grows with the answer."""
         return max(self.kept(row) for row in range(len(self.prompts))) + self.method.interval
 
-    @without_gradients
     def select_kept(self, step: Step) -> Eviction | None:
         method, ends = self.method, step.ends
         passed = [decoded - method.window for decoded in self.decoded]

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn import functional as F
 
-from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, Step
 from seergate.methods.evicting import EvictingState
 from seergate.ops.gate_math import wide_dtype
@@ -141,7 +140,6 @@ class WindowState(EvictingState):
         shape = (spec.batch, spec.num_heads, method.window, spec.head_dim)
         self.rows["queries"] = torch.zeros(shape, dtype=spec.dtype, device=spec.device)
 
-    @without_gradients
     def append(self, step: Step) -> None:
         super().append(step)
         queries, size = self.rows["queries"], self.method.window

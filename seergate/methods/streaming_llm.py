@@ -9,7 +9,6 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.checks import check, check_choice, check_counts
-from seergate.inference_mode import without_gradients
 from seergate.methods.base import AttentionOutput, Step
 from seergate.methods.evicting import EvictingMethod, EvictingState, Eviction
 from seergate.ops.rows import RowLengths
@@ -20,7 +19,6 @@ class StreamingState(EvictingState):
 
     method: StreamingLLM
 
-    @without_gradients
     def attend(self, step: Step) -> AttentionOutput:
         budget, (_, heads, _, dim) = self.method.token_budget, step.keys_BKCD.shape
         group = step.q_BHSD.shape[1] // heads

@@ -18,7 +18,6 @@ from torch import Tensor
 from seergate.checks import check_choice, check_counts
 from seergate.durable import replacing, save_file
 from seergate.errors import SeergateError
-from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, Rotary, Step
 from seergate.methods.evicting import BudgetedMethod, BudgetedState
 from seergate.methods.scoring import reduced
@@ -119,7 +118,6 @@ class TriAttentionState(BudgetedState):
         self.ahead_HOD = self.pairs.turn(mean, offsets).mean(1, keepdim=True)
         self.spread_HM = modulus - self.pairs.modulus(mean)
 
-    @without_gradients
     def importance(self, step: Step, row: int) -> Tensor:
         method, spec = self.method, self.spec
         pinned = 0 if method.prompt == "evictable" else self.prompts[row]
