@@ -22,21 +22,6 @@ if TYPE_CHECKING:
     from transformers import PreTrainedModel
 
 
-def _plain(attention: Any) -> RopeKind:
-    """RoPE in every layer."""
-    return "plain"
-
-
-def _other(attention: Any) -> RopeKind:
-    """Something else than RoPE alone."""
-    return "other"
-
-
-def _rope_if(rotates: Callable[[Any], bool]) -> Callable[[Any], RopeKind]:
-    """RoPE in some layers only."""
-    return lambda attention: "plain" if rotates(attention) else "none"
-
-
 @dataclass(frozen=True)
 class Family:
     """Where the inputs of RoPE are hooked in one architecture, and what RoPE does.
@@ -45,13 +30,14 @@ class Family:
         hook_point: ``"proj"``: the outputs of ``q_proj`` and ``k_proj``; ``"norm"``: of ``q_norm`` and ``k_norm``;
             ``"fused"``: the output of ``qkv_proj``, split.
         layout: layout of the hooked tensors: ``"flat"`` ``[B, S, heads * D]``, ``"BSHD"`` or ``"BHSD"``.
-        rope: how the cached keys of an attention module follow from the hooked keys: by RoPE, unchanged, or in another
-            way; see `Rotary`.
+        rope: how cached keys follow from hooked keys: by RoPE alone, or in another way; see `Rotary`.
+        rotates: whether an attention module has RoPE; ``None`` if all have.
     """
 
     hook_point: Literal["proj", "norm", "fused"]
     layout: Literal["flat", "BSHD", "BHSD"]
-    rope: Callable[[Any], RopeKind] = _plain
+    rope: RopeKind = "plain"
+    rotates: Callable[[Any], bool] | None = None
 
 
 _PROJ = Family("proj", "flat")
@@ -66,22 +52,22 @@ FAMILIES: dict[str, Family] = {
     "gemma2": _PROJ,
     "glm4": _PROJ,
     "granite": _PROJ,
-    "smollm3": Family("proj", "flat", _rope_if(lambda attention: attention.use_rope)),
-    "cohere2": Family("proj", "flat", _rope_if(lambda attention: attention.sliding_window is not None)),
+    "smollm3": Family("proj", "flat", rotates=lambda attention: attention.use_rope),
+    "cohere2": Family("proj", "flat", rotates=lambda attention: attention.sliding_window is not None),
     "seed_oss": _PROJ,
     "ernie4_5": _PROJ,
     "gpt_oss": _PROJ,
-    "hunyuan_v1_dense": Family("proj", "flat", _other),  # its norms come after RoPE
+    "hunyuan_v1_dense": Family("proj", "flat", "other"),  # its norms come after RoPE
     "qwen3": Family("norm", "BSHD"),
     "qwen3_moe": Family("norm", "BSHD"),
     "qwen3_next": Family("norm", "BSHD"),  # q_proj also emits the output gate
     "qwen3_5_text": Family("norm", "BSHD"),
     "gemma3_text": Family("norm", "BHSD"),
-    "gemma4_text": Family("norm", "BSHD", _other),  # its function that applies RoPE has another signature
+    "gemma4_text": Family("norm", "BSHD", "other"),  # its function that applies RoPE has another signature
     "olmo2": Family("norm", "flat"),
     "olmo3": Family("norm", "flat"),
     "exaone4": Family(
-        "norm", "BHSD", _rope_if(lambda attention: attention.sliding_window is None or attention.is_sliding)
+        "norm", "BHSD", rotates=lambda attention: attention.sliding_window is None or attention.is_sliding
     ),
     "phi3": Family("fused", "flat"),
 }
@@ -257,15 +243,10 @@ def kv_heads(model: PreTrainedModel) -> dict[int, int]:
     }
 
 
-def kv_heads_of(config: Any, layer: int) -> int | None:
-    """The number of KV heads of a layer by the configuration, which may have one per layer; ``None`` if unknown."""
-    own = config.per_layer_config[layer] if hasattr(config, "per_layer_config") else config
-    return getattr(own, "num_key_value_heads", None)
-
-
 def rope_kind(config: Any, attention: Any) -> RopeKind:
-    """`Family.rope` of a layer's attention module."""
-    return family_of(config).rope(attention)
+    """How a layer's cached keys follow from the hooked keys, see `Rotary`."""
+    family = family_of(config)
+    return family.rope if family.rotates is None or family.rotates(attention) else "none"
 
 
 def head_dim_of(model: PreTrainedModel) -> int:
@@ -275,15 +256,15 @@ def head_dim_of(model: PreTrainedModel) -> int:
 
 def gate_geometry(model: PreTrainedModel, config: GateConfig) -> ModelGeometry:
     """The geometry that gates for this model must have. Refuses KV heads that do not divide the query heads."""
-    base = text_config(model)
-    modules = full_attention_modules(model)
-    heads, kv_heads = base.num_attention_heads, kv_heads_of(base, modules[0][0])
+    base, modules = text_config(model), full_attention_modules(model)
+    layer, attention = modules[0]
+    own = base.per_layer_config[layer] if hasattr(base, "per_layer_config") else base  # each layer may have its own
+    heads, kv_heads = base.num_attention_heads, getattr(own, "num_key_value_heads", None)
     if kv_heads and heads % kv_heads:  # transformers rounds down, then fails in the forward pass
         raise SeergateError(
             f"num_attention_heads is {heads} and num_key_value_heads is {kv_heads}; the first must be a multiple of "
             "the second"
         )
-    layer, attention = modules[0]
     inv_freq, scaling = (
         gate_frequencies(decoder_of(model), base, layer_type(base, layer), config.gate_dim)
         if config.rope
@@ -291,8 +272,8 @@ def gate_geometry(model: PreTrainedModel, config: GateConfig) -> ModelGeometry:
     )
     return ModelGeometry(
         model_type=base.model_type,
-        num_heads=base.num_attention_heads,
-        num_kv_heads=base.num_attention_heads // int(attention.num_key_value_groups),  # type: ignore[arg-type]
+        num_heads=heads,
+        num_kv_heads=heads // int(attention.num_key_value_groups),  # type: ignore[arg-type]
         head_dim=int(attention.head_dim),  # type: ignore[arg-type]
         layers=tuple(layer for layer, _ in modules),
         inv_freq=inv_freq,
