@@ -20,49 +20,39 @@ NO_CACHE = (
     "generate runs with use_cache=False, so the attached method has nothing to choose from: every step is dense; "
     "pass use_cache=True, which the model's configuration may deny"
 )
-_GENERATE = "generate"
-_METHOD = "_prefill"  # method of transformers' `GenerationMixin` that reads a prompt
-_DRAFTER = "_get_candidate_generator"  # method that creates the drafter, which exists for one assisted `generate`
-_COMPILES = "_valid_auto_compile_criteria"  # method that decides whether `generate` compiles decode steps
+WRAPPED = ("generate", "_prefill", "_get_candidate_generator", "_valid_auto_compile_criteria")
+"""Methods of transformers' `GenerationMixin`: `generate`, and what it calls to read a prompt, to create the drafter of
+an assisted call, which lives as long as the call, and to decide whether to compile decode steps."""
 
 
 class PromptReader:
-    """Wraps `generate`, and the methods that it calls to prefill, to create the drafter of assisted decoding, and to
-    decide whether to compile decode steps. Decode steps are not compiled if ``compiles()`` is false.
+    """Its methods replace the model's own that are `WRAPPED`, and call these. Decode steps are not compiled if
+    ``compiles()`` is false.
     """
 
     def __init__(self, model: PreTrainedModel, passes: ForwardModes, compiles: Callable[[], bool]) -> None:
-        self.model, self.passes, self._allowed = generating(model), passes, compiles
-        self._replaced = vars(self.model).get(_GENERATE)  # by the user
-        if hasattr(self.model, _GENERATE):
-            setattr(self.model, _GENERATE, self._generate)
-        if hasattr(self.model, _METHOD):
-            setattr(self.model, _METHOD, self)
-        if hasattr(self.model, _DRAFTER):
-            setattr(self.model, _DRAFTER, self._make_drafter)
-        if hasattr(self.model, _COMPILES):
-            setattr(self.model, _COMPILES, self._compiles)
+        self.model, self.passes, self._compiles = generating(model), passes, compiles
+        self._replaced = vars(self.model).get("generate")  # by the user
+        for name in WRAPPED:
+            if hasattr(self.model, name):
+                setattr(self.model, name, getattr(self, name))
 
     def remove(self) -> None:
         """Restore the model's own methods. Further calls have no effect."""
-        if vars(self.model).get(_GENERATE) == self._generate:
-            delattr(self.model, _GENERATE)
-            if self._replaced is not None:
-                setattr(self.model, _GENERATE, self._replaced)
-        if vars(self.model).get(_METHOD) is self:
-            delattr(self.model, _METHOD)
-        if vars(self.model).get(_DRAFTER) == self._make_drafter:
-            delattr(self.model, _DRAFTER)
-        if vars(self.model).get(_COMPILES) == self._compiles:
-            delattr(self.model, _COMPILES)
+        for name in WRAPPED:
+            if vars(self.model).get(name) == getattr(self, name):
+                delattr(self.model, name)
+                if name == "generate" and self._replaced is not None:
+                    self.model.generate = self._replaced
 
-    def _generate(self, *args: Any, **kwargs: Any) -> Any:
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """Call the model's `generate`, or the user's."""
         with self.passes.one_generate():
             if self._replaced is not None:
                 return self._replaced(*args, **kwargs)
-            return getattr(type(self.model), _GENERATE)(self.model, *args, **kwargs)
+            return type(self.model).generate(self.model, *args, **kwargs)
 
-    def __call__(self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
+    def _prefill(self, input_ids: Tensor, generation_config: Any, model_kwargs: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the model's `_prefill` in prefill mode, and warn of a missing cache."""
         cache = model_kwargs.get(CACHE)
         if cache is None and not model_kwargs.get("use_cache", True):
@@ -79,17 +69,17 @@ class PromptReader:
         if may_be_made and (mask.bool() == (input_ids != padding)).all():
             self.passes.generating(generation_config, cache)  # `generate` made it from the ids, decoded ones too
         with self.passes.prefilling(in_chunks=generation_config.prefill_chunk_size is not None and not one_token):
-            read = getattr(type(self.model), _METHOD)
+            read = type(self.model)._prefill
             outputs = read(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
         if cache is not None:
             self.passes.generating(generation_config, cache)
         return outputs
 
-    def _compiles(self, *args: Any, **kwargs: Any) -> bool:
-        return self._allowed() and bool(getattr(type(self.model), _COMPILES)(self.model, *args, **kwargs))
+    def _valid_auto_compile_criteria(self, *args: Any, **kwargs: Any) -> bool:
+        return self._compiles() and bool(type(self.model)._valid_auto_compile_criteria(self.model, *args, **kwargs))
 
-    def _make_drafter(self, *args: Any, **kwargs: Any) -> Any:
-        drafter = getattr(type(self.model), _DRAFTER)(self.model, *args, **kwargs)
+    def _get_candidate_generator(self, *args: Any, **kwargs: Any) -> Any:
+        drafter = type(self.model)._get_candidate_generator(self.model, *args, **kwargs)
         cache = kwargs["model_kwargs"].get(CACHE)
         if cache is not None:
             # If the cache is not empty, assisted decoding passes all ids again.
