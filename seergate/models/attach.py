@@ -12,7 +12,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from importlib import import_module
+from pkgutil import resolve_name
 from threading import get_ident
 from typing import Any, TypeVar
 
@@ -76,8 +76,7 @@ class Handle(Attachment):
             if given is not None and not isinstance(given, kinds):
                 raise ValueError(f"{name} is {given!r}; it must be {named}, or None")
         if method.kv_backend is not None:
-            module, _, function = method.kv_backend.partition(":")
-            storage = getattr(import_module(module), function)(method, storage)
+            storage = resolve_name(method.kv_backend)(method, storage)
         storage = KVBackend() if storage is None else storage
         method = method.read_method
         correction = method.correction if correction is None else correction
