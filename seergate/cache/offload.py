@@ -80,10 +80,8 @@ class Offload(KVBackend):
 
     def buffer(self, shape: Sequence[int], dtype: torch.dtype) -> Tensor:
         """Allocate zeros in slow memory. Raises `SeergateError` if the disk is full."""
-        if self.store == "host":
-            return torch.zeros(shape, dtype=dtype, device="cpu")
         count = math.prod(shape)
-        if not count:
+        if self.store == "host" or not count:
             return torch.zeros(shape, dtype=dtype, device="cpu")
         with tempfile.NamedTemporaryFile(prefix="seergate-", dir=self.folder) as file:
             _take_room(file.fileno(), count * dtype.itemsize, self.folder or tempfile.gettempdir())
@@ -95,18 +93,15 @@ def _take_room(file: int, count: int, folder: object) -> None:
     """Set the size of an empty file and reserve its disk space where the system can: writing to a mapped page without
     disk space would kill the process.
     """
-    if not hasattr(os, "posix_fallocate"):
-        os.truncate(file, count)
-        return
     try:
-        os.posix_fallocate(file, 0, count)
+        if hasattr(os, "posix_fallocate"):
+            os.posix_fallocate(file, 0, count)
     except OSError as error:
-        if error.errno in (errno.EOPNOTSUPP, errno.EINVAL):  # the file system cannot reserve space
-            os.truncate(file, count)
-            return
-        raise SeergateError(
-            f"{folder} has no room for {count} bytes of keys and values ({error.strerror}); name another folder"
-        ) from error
+        if error.errno not in (errno.EOPNOTSUPP, errno.EINVAL):  # else the file system cannot reserve space
+            raise SeergateError(
+                f"{folder} has no room for {count} bytes of keys and values ({error.strerror}); name another folder"
+            ) from error
+    os.truncate(file, count)
 
 
 class BlockPool:
