@@ -16,6 +16,7 @@ from tests.cache.test_offload import run
 from tests.decode.test_decode import BLOCK, SELECTING, gates, selector
 from tests.decode.test_static import compiled, decoded_as_one_graph
 from tests.support.models import left_padded, prompt, tiny_model
+from tests.support.running import ended_by
 
 LAYERS = 4
 PLAN = (0, 2)
@@ -160,18 +161,12 @@ def test_a_choice_goes_to_the_device_of_the_layer_that_reads_it():
 def test_a_pass_that_ends_between_an_anchor_and_its_reader_leaves_nothing_behind(deep, bank):
     """The next pass reads what its own anchor chooses, and a new cache begins as if nothing had been."""
     ids = prompt(60, 6)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     with seergate.attached(deep, bank, token_budget=2 * BLOCK, anchors=PLAN) as handle, torch.no_grad():
         want = deep.generate(ids, max_new_tokens=12)
         cache = DynamicCache()
         deep(ids, past_key_values=cache)
-        hook = deep.model.layers[2].mlp.register_forward_hook(interrupt)  # layer 2 has chosen, layer 3 has not read
-        with pytest.raises(KeyboardInterrupt):
+        with ended_by(KeyboardInterrupt, deep.model.layers[2].mlp):  # layer 2 has chosen, layer 3 has not read
             deep(prompt(1, 7), past_key_values=cache)
-        hook.remove()
         assert handle.passes.selections, "the choice waits for its reader"
         assert torch.equal(deep.generate(ids, max_new_tokens=12), want)
 

@@ -16,7 +16,7 @@ from seergate.models.hooks import ATTENTION_NAME, QKHook
 from seergate.models.rope import Rotary
 from tests.decode.test_decode import BLOCK, gates
 from tests.support.models import left_padded, prompt, tiny_model
-from tests.support.running import refused
+from tests.support.running import ended_by, refused
 
 
 def after_decoding(model, read):
@@ -275,19 +275,14 @@ def test_a_pass_that_failed_or_was_nested_refuses_no_later_thread(model, where):
     """An error may come from another hook of the decoder or from within it; rectification nests passes."""
     own, results = copy.deepcopy(model), {}
 
-    def fail(*_):
-        raise RuntimeError("fails")
-
     def run():
         results["later"] = own.generate(prompt(50), max_new_tokens=12)
 
     with seergate.attached(own, gates(model), token_budget=32, correction=Rectify(4)) as handle:
         want = own.generate(prompt(50), max_new_tokens=12)
         assert handle.stats()["rectification"]["passes"] > 0
-        hook = (own.model if where == "before" else own.model.layers[1]).register_forward_pre_hook(fail)
-        with pytest.raises(RuntimeError, match="fails"):
+        with ended_by(ArithmeticError, own.model if where == "before" else own.model.layers[1], before=True):
             own.generate(prompt(50), max_new_tokens=12)
-        hook.remove()
         thread = threading.Thread(target=run)
         thread.start()
         thread.join()
@@ -330,16 +325,9 @@ def test_layers_that_read_the_keys_of_a_gated_layer(model):
 
 
 def test_what_a_failed_pass_leaves_is_released_by_the_next_and_not_copied(model):
-    attention = model.model.layers[1].self_attn
-
-    def fail(*_):
-        raise MemoryError
-
     with seergate.attached(model, "quest", token_budget=32, block_size=8) as handle, torch.no_grad():
-        hook = attention.v_proj.register_forward_hook(fail)
-        with pytest.raises(MemoryError):
+        with ended_by(MemoryError, model.model.layers[1].self_attn.v_proj):
             model(prompt(40), past_key_values=DynamicCache())
-        hook.remove()
         (copied,) = (each for each in seergate.handle_of(copy.deepcopy(model)).bindings if each.layer == 1)
         assert handle.bindings[1].arriving is not None and copied.arriving is None
         model(prompt(8))
@@ -385,18 +373,12 @@ def test_replicas_of_data_parallel_are_refused(model):
 def test_a_cache_in_which_a_pass_ended_between_layers_is_refused_until_it_is_cropped(model, before):
     """Retried, the first layer would have the tokens twice."""
     ids = prompt(41)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     with seergate.attached(model, "quest", token_budget=4096, block_size=8), torch.no_grad():
         cache = DynamicCache()
         if before:
             model(ids[:, :before], past_key_values=cache)
-        hook = model.model.layers[0].mlp.register_forward_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        with ended_by(KeyboardInterrupt, model.model.layers[0].mlp):
             model(ids[:, before:], past_key_values=cache)
-        hook.remove()
         with pytest.raises(SeergateError, match=f"layer 1 of this cache holds {before} tokens and others 41: a pass"):
             model(ids[:, before:], past_key_values=cache)
         if before:
@@ -414,17 +396,11 @@ def test_a_pass_that_ended_before_or_after_all_gated_layers(static, where, held)
     """Layers with sliding windows have a token more or less than the only gated layer, which is between them."""
     kinds, ids = ["sliding_attention", "full_attention", "sliding_attention"], prompt(41)
     model = tiny_model("gemma3_text", num_hidden_layers=3, layer_types=kinds)
-
-    def interrupt(*_):
-        raise KeyboardInterrupt
-
     with seergate.attached(model, "quest", token_budget=4096, block_size=8):
         cache = StaticCache(model.config, max_cache_len=64) if static else DynamicCache(config=model.config)
         model(ids[:, :40], past_key_values=cache)
-        hook = model.model.layers[where].mlp.register_forward_hook(interrupt)
-        with pytest.raises(KeyboardInterrupt):
+        with ended_by(KeyboardInterrupt, model.model.layers[where].mlp):
             model(ids[:, 40:], past_key_values=cache)
-        hook.remove()
         with pytest.raises(SeergateError, match=f"{held} tokens and others 4[01]: .*; start a new one"):
             model(ids[:, 40:], past_key_values=cache)
 

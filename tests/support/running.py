@@ -97,3 +97,16 @@ def refused(message: str, call: Callable[..., Any], *arguments: Any, **options: 
     with pytest.raises(SeergateError, match=message) as caught:
         call(*arguments, **options)
     assert "\n" not in str(caught.value)
+
+
+@contextlib.contextmanager
+def ended_by(error: type[BaseException], module: torch.nn.Module, before: bool = False) -> Iterator[None]:
+    """What is called inside ends with this error, which is raised as a call of the module ends, or before it."""
+
+    def fail(*_: Any) -> None:
+        raise error
+
+    hook = module.register_forward_pre_hook(fail) if before else module.register_forward_hook(fail)
+    with pytest.raises(error):
+        yield
+    hook.remove()
