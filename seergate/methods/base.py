@@ -26,19 +26,15 @@ class Rotary(Protocol):
 
     def rotate(self, x: Tensor, positions: Tensor, rows: RowLengths | None = None) -> Tensor:
         """Rotate to these positions; layers of a step that pass its ``rows`` share the angles."""
-        ...
 
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Undo `rotate`."""
-        ...
 
     def check_recoverable(self, tokens: int) -> None:
         """Raise an error if `unrotate` is not exact for the keys of a text of ``tokens`` tokens."""
-        ...
 
     def frequencies(self) -> Tensor:
         """Radians per position of each rotated pair, in the order of the pairs."""
-        ...
 
 
 @dataclass(frozen=True)
