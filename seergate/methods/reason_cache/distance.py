@@ -13,10 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from seergate.inference_mode import without_gradients
 
-
-@without_gradients
 def block_distances(layers: Sequence[tuple[Tensor, Tensor]], pairs: Sequence[tuple[int, int]]) -> list[float]:
     """``(1 / L) sum over layers of (|Ka - Kb| + |Va - Vb|) / (2 d h)`` of each pair of pages, in float64: d tokens per
     page, h KV heads, Frobenius norms over a page. ``layers``: keys and values ``[pages, K, P, D]`` of each layer.

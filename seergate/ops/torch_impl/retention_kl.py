@@ -9,7 +9,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import binary_cross_entropy
 
-from seergate.inference_mode import without_gradients
 from seergate.ops.attention import Pack
 from seergate.ops.losses import GateKLStats
 from seergate.ops.torch_impl.teacher import Teacher, compute_dtype
@@ -41,7 +40,6 @@ def retention_kl(
     return kl.sum() / (rows * teacher.kv_heads), stats
 
 
-@without_gradients
 def received_attention(teacher: Teacher, distance: int, row_start: float) -> Tensor:
     """The targets ``y``, ``[T, K]``; 0 for tokens that do not count."""
     spans, device = teacher.spans, teacher.q_THD.device
