@@ -157,6 +157,23 @@ def random_model(vocabulary: int = 1024, **shape: Any) -> Any:
     return model.requires_grad_(False)
 
 
+def peak_bytes(run: Callable[[], Any], device: torch.device = CPU) -> int:
+    """Peak bytes allocated during ``run()``, minus those allocated before."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+        before = torch.cuda.memory_allocated(device)
+        run()
+        return torch.cuda.max_memory_allocated(device) - before
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    now = top = 0
+    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
+    for event in sorted(events, key=lambda event: event.start_ns()):
+        now += event.nbytes()
+        top = max(top, now)
+    return top
+
+
 def resident(reset_peak: bool = False) -> int:
     """Bytes of this process in memory, mapped files included, or of GPU memory if there is a GPU: the current bytes,
     after resetting the peak, if ``reset_peak``; otherwise the peak since then.

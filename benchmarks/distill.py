@@ -23,7 +23,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from common import TOLERANCE, arguments, described, parsed, relative, save, shown, timed_in_turns
+from common import TOLERANCE, arguments, described, parsed, peak_bytes, relative, save, shown, timed_in_turns
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -174,23 +174,6 @@ def materialised_loss(q: Tensor, k: Tensor, qg: Tensor, kg: Tensor, size: int, b
     logits = qg[begin:].transpose(0, 1) @ kg.permute(1, 2, 0) / math.sqrt(qg.shape[-1])
     log_pi = logits.masked_fill(~past[begin:], -1e4 if q.dtype == torch.float16 else -1e20).log_softmax(-1)
     return F.kl_div(log_pi.float(), targets.float(), reduction="sum") / (kv_heads * (length - max(begin, size)))
-
-
-def peak_bytes(run: Callable[[], Any], device: torch.device) -> int:
-    """Peak bytes allocated during ``run()``, minus those allocated before."""
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-        before = torch.cuda.memory_allocated(device)
-        run()
-        return torch.cuda.max_memory_allocated(device) - before
-    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
-        run()
-    now = top = 0
-    events = [event for event in profile.profiler.kineto_results.events() if event.name() == "[memory]"]
-    for event in sorted(events, key=lambda event: event.start_ns()):
-        now += event.nbytes()
-        top = max(top, now)
-    return top
 
 
 def measure(length: int, block_size: int, options: argparse.Namespace) -> dict[str, float | int]:

@@ -36,7 +36,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import RESULTS, exact_decode, provenance, random_model, read_bandwidth, relative, timed, timed_rotated
+from common import (
+    RESULTS,
+    exact_decode,
+    peak_bytes,
+    provenance,
+    random_model,
+    read_bandwidth,
+    relative,
+    timed,
+    timed_rotated,
+)
 from torch import Tensor
 
 from seergate import ops
@@ -486,7 +496,6 @@ def speed(work: float, ms: float, rate: float) -> Row:
 
 def lesson_times() -> Iterator[Row]:
     """Time training of one layer of Qwen3-8B's shape, gates in fp32: loss and gradients, and a whole step."""
-    import distill
 
     from seergate.distill.losses.block_loss import BlockLoss
     from seergate.distill.losses.teacher_forward import distill_step
@@ -498,7 +507,7 @@ def lesson_times() -> Iterator[Row]:
     recalls = {"": {}, ", recall": {"recall_budgets": budgets}}
     for name, options in recalls.items():
         run = partial(case.gate_kl, row_start=0.5, **options)
-        ms, peak = timed(run, sizes(5, 1), DEVICE)["min"], distill.peak_bytes(run, DEVICE)
+        ms, peak = timed(run, sizes(5, 1), DEVICE)["min"], peak_bytes(run, DEVICE)
         fact = {"case": f"a layer of {length} tokens, rows from .5{name}", "ms": ms, "peak_bytes": peak}
         # The second half of the rows has three quarters of the products.
         yield {"kernel": "gate_kl", **fact, **speed(0.75 * case.flops, ms, rate)}
@@ -510,7 +519,7 @@ def lesson_times() -> Iterator[Row]:
     peaks: list[int] = []
 
     def watched(*given: Any) -> None:
-        peaks.append(distill.peak_bytes(partial(learn, *given), DEVICE))
+        peaks.append(peak_bytes(partial(learn, *given), DEVICE))
 
     for name, options in recalls.items():
 
@@ -531,7 +540,6 @@ def lesson_times() -> Iterator[Row]:
 def train() -> Iterator[Row]:
     """`train.py` against the CPU; with 36 layers of Qwen3-8B's shape: no host sync, times, memory as planned."""
     yield from train_command()  # before a model is on the GPU
-    import distill
 
     import seergate
     from seergate.distill import load_train_config
@@ -586,7 +594,7 @@ def train() -> Iterator[Row]:
             frozen(borders)
             ms, alone = (timed(partial(run, borders), sizes(3, 1), DEVICE, warm=True)["min"] for run in (step, frozen))
             allocated = torch.cuda.memory_allocated() if ON_GPU else 0
-            peak = allocated + distill.peak_bytes(partial(step, borders), DEVICE)
+            peak = allocated + peak_bytes(partial(step, borders), DEVICE)
             fact = {"case": f"{case}, samples {name}", "ms": ms, "frozen_ms": alone, "peak_bytes": peak}
             fact |= {"planned_bytes": planned.total}
             if ON_GPU:

@@ -11,6 +11,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, PretrainedConfig, Qwen3Config, Qwen3MoeConfig
 
+from benchmarks.common import peak_bytes
 from seergate import GateBank, resources
 from seergate.distill import load_train_config
 from seergate.distill.distributed import DistributedState
@@ -20,7 +21,6 @@ from seergate.distill.losses.teacher_forward import distill_step
 from seergate.distill.memory import WORKING_BYTES, activation_bytes, capacity, estimate_memory
 from seergate.models.families import head_dim_of
 from seergate.models.names import presets
-from tests.support.memory import peak_bytes
 from tests.support.running import ROOT, output_of, refusal, run_seergate
 
 CPU = torch.device("cpu")

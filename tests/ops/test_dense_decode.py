@@ -7,10 +7,10 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from benchmarks.common import peak_bytes
 from seergate import ops
 from seergate.ops import reference
 from tests.ops.test_sparse_decode import TOLERANCE
-from tests.support.memory import peak_bytes
 from tests.support.op_inputs import decode_inputs as cache
 from tests.support.op_inputs import examples, poison, relative
 

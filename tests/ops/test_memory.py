@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 import torch
 
+from benchmarks.common import peak_bytes
 from seergate import ops
 from seergate.ops.torch_impl import teacher
-from tests.support.memory import peak_bytes
 
 
 def test_the_counter_counts():
