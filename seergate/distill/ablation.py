@@ -7,7 +7,6 @@ The frozen model computes each pack once for all variants.
 
 from __future__ import annotations
 
-import json
 import math
 import os
 import re
@@ -21,7 +20,6 @@ from seergate.distill.config import TrainConfig, load_train_config, overridden
 from seergate.errors import SeergateError, did_you_mean
 from seergate.escaping import markdown_text
 from seergate.eval.report.tables import markdown
-from seergate.gates import CONFIG_FILE
 from seergate.paths import model_name, shipped
 from seergate.yaml_file import read_yaml
 
@@ -234,10 +232,10 @@ def table(study: Study, outcomes: list[Outcome]) -> str:
 
 def _outcome(variant: str, config: TrainConfig) -> Outcome:
     """Read the outcome of a variant that has ended from its adapter."""
-    from safetensors.torch import load_file
+    from seergate.models.gate_bank import GateBank
 
-    record = json.loads((config.run_dir / CONFIG_FILE).read_text(encoding="utf-8"))["training"]
-    parameters = sum(weight.numel() for weight in load_file(config.run_dir / "gate_model.safetensors").values())
-    kl, shares = record["kl_held_out"], record["recall_held_out"] or {}
+    bank = GateBank.from_pretrained(config.run_dir)
+    kl, shares = bank.training_record["kl_held_out"], bank.training_record["recall_held_out"] or {}
     recall = {int(budget): share for budget, share in shares.items()}
-    return Outcome(variant, parameters, record["tokens_seen"], math.nan if kl is None else kl, recall)
+    tokens = bank.training_record["tokens_seen"]
+    return Outcome(variant, bank.num_parameters, tokens, math.nan if kl is None else kl, recall)
