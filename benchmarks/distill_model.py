@@ -94,9 +94,9 @@ class Materialising(block_loss.BlockLoss):
         query, key = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD))
         begin = int(len(query) * self.spec.row_start)
         with torch.enable_grad():
-            places = self.places(query.device)
-            queries = gate.queries(call.q_pre_BHSD, places.positions)[0].transpose(0, 1)
-            keys = gate.keys(gate.pool(call.k_pre_BKSD[:, :, places.pooled]), places.entries)[0].transpose(0, 1)
+            positions, _, entries, pooled = self.indices(query.device)
+            queries = gate.queries(call.q_pre_BHSD, positions)[0].transpose(0, 1)
+            keys = gate.keys(gate.pool(call.k_pre_BKSD[:, :, pooled]), entries)[0].transpose(0, 1)
             self.losses.append(materialised_loss(query, key, queries, keys, self.bank.config.block_size, begin))
         heads = key.shape[1]
         nothing = torch.zeros(len(self.spec.recall_budgets), heads)  # the published code does not report it

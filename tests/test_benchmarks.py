@@ -27,7 +27,8 @@ SMALL = {
 }
 TINY = {
     "anchors": "--threads 1 --texts 1 --lengths 100 --scored 16 --calibration-texts 1 --rows 8 --rounds 1 --steps 1",
-    "distill_model": "--threads 1 --hidden-size 64 --lengths 256 --layers 1 --ways seergate --block-size 16",
+    "distill_model": "--threads 1 --hidden-size 64 --lengths 1024 --layers 1 --block-size 16 "
+    "--ways seergate materialised",
     "interval_coverage": "--repeats 1",
     "reason_cache_accuracy": "--threads 1 --problems 1 --variables 6 --rounds 1",
     "tiny_reasoner": "--threads 1 --lengths --medium 5 --medium-problems 1 --medium-budgets 32",
