@@ -25,8 +25,6 @@ from __future__ import annotations
 import argparse
 import json
 import multiprocessing
-import os
-import resource
 import sys
 import tempfile
 import time
@@ -37,6 +35,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
+import psutil
 import torch
 from common import CPU, TOLERANCE, arguments, described, in_memory, parsed, save, shown
 from distill import materialised_loss, prove
@@ -124,10 +123,9 @@ def lessons_watched(resident: Resident, sizes: list[int]) -> Iterator[None]:
 
 def cores_used() -> tuple[float, float]:
     """Seconds of processor time so far, of all programs and of this one."""
-    ticks = [int(x) for x in Path("/proc/stat").read_text(encoding="utf-8").split("\n", 1)[0].split()[1:9]]
-    idle = ticks[3] + ticks[4]
-    own = resource.getrusage(resource.RUSAGE_SELF)
-    return (sum(ticks) - idle) / os.sysconf("SC_CLK_TCK"), own.ru_utime + own.ru_stime
+    every, own = psutil.cpu_times(), psutil.Process().cpu_times()
+    busy = every.user + every.nice + every.system + every.irq + every.softirq + every.steal
+    return busy, own.user + own.system
 
 
 def write_base(folder: Path, layers: int, dtype: str, width: int) -> None:
@@ -139,18 +137,6 @@ def write_base(folder: Path, layers: int, dtype: str, width: int) -> None:
     config = AutoConfig.for_model(**shape | {"hidden_size": width, "intermediate_size": 3 * width})
     torch.manual_seed(0)
     AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype)).save_pretrained(folder)
-
-
-def make_run(folder: Path, length: int, options: argparse.Namespace) -> TrainConfig:
-    """The training configuration of the paper's recipe, with one pack per step."""
-    values = {
-        "recipe": "paper",
-        "max_length": length,
-        "block_size": options.block_size,
-        "dtype": options.dtype,
-        "packs_per_step": 1,
-    }
-    return load_train_config(str(folder), values)
 
 
 def make_step(run: TrainConfig, way: str) -> Callable[[torch.Tensor, torch.Tensor], float | None]:
@@ -185,7 +171,8 @@ def make_step(run: TrainConfig, way: str) -> Callable[[torch.Tensor, torch.Tenso
 def measure(way: str, layers: int, length: int, folder: Path, options: argparse.Namespace) -> dict[str, Any]:
     """Measure one cell: a step, the memory of the process and, for ``seergate``, the plan's prediction."""
     torch.set_num_threads(options.threads)
-    run = make_run(folder, length, options)
+    shape = {"max_length": length, "block_size": options.block_size, "dtype": options.dtype}
+    run = load_train_config(str(folder), {"recipe": "paper", "packs_per_step": 1, **shape})
     plan = make_plan(run, device="cpu")  # before weights are loaded, as for a user
     step = make_step(run, way)
     random = torch.Generator().manual_seed(2)
