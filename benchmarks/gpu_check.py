@@ -571,8 +571,7 @@ def train() -> Iterator[Row]:
         config = load_train_config("someone/model", given)
         bank = seergate.GateBank.for_model(model, config.gates(families.head_dim_of(model))).to(DEVICE)
         optimizer = torch.optim.AdamW(bank.parameters(), lr=1e-3)
-        names = ("row_start", "reduction", "recall_budgets", "row_stride")
-        options = {name: getattr(config, name) for name in names}
+        options = config.loss_options
         if compiled and recipe == "paper":
             compile_elementwise(model, sizes("inductor", "eager"))
 
