@@ -157,12 +157,6 @@ def plan_of_decodes(metadata: Any, method: SelectingMethod, page: int) -> Plan:
     )
 
 
-def step_in_kernels(metadata: Any) -> Step:
-    """Plan a step in which every row decodes and kernels do the work that a `Plan` describes."""
-    padding = (metadata.seq_lens == 0).sum()  # one token of each padding row is counted as read
-    return Step(held=metadata.seq_lens.sum(), read_all=-padding)
-
-
 def by_block(table_RP: Tensor, blocks: int, run: int) -> Tensor:
     """The first ``blocks`` blocks ``[R, N, r]`` of the rows' page tables, padded with the last page of each table."""
     columns = torch.arange(blocks * run, device=table_RP.device).clamp(max=table_RP.shape[1] - 1)
@@ -276,7 +270,8 @@ class SparseAttention:
         if metadata.plan is None:
             blocks = -(-metadata.block_table.shape[1] * pages.size // self.method.block_size)
             if self.method.budget is not None and self.scoring.in_kernels(cache.device, blocks):
-                metadata.plan = step_in_kernels(metadata)
+                padding = (metadata.seq_lens == 0).sum()  # one token of each padding row is counted as read
+                metadata.plan = Step(held=metadata.seq_lens.sum(), read_all=-padding)
             else:
                 metadata.plan = plan_of_decodes(metadata, self.method, pages.size)
         plan = metadata.plan
