@@ -343,13 +343,13 @@ class Run:
         """Take an optimizer step with the accumulated gradients, and report it with the time since ``started``.
         Returns whether any process was asked to stop.
         """
-        config, progress = self.config, self.progress
-        means = self._averages(outputs, config.packs_per_step, stop)
+        config, progress, packs = self.config, self.progress, self.config.packs_per_step
+        means = Averages.over(self.bank, config.recall_budgets, self.world, outputs, packs, stop)
         if means.non_finite:
             progress.non_finite += means.non_finite
             text = (
-                f"step {step + 1}: {means.non_finite} of {config.packs_per_step} packs gave no finite loss and "
-                f"gradient and were left out ({progress.non_finite} in this run)"
+                f"step {step + 1}: {means.non_finite} of {packs} packs gave no finite loss and gradient and were left "
+                f"out ({progress.non_finite} in this run)"
             )
             if progress.non_finite > NON_FINITE_LIMIT:
                 raise CommonError(
@@ -358,7 +358,7 @@ class Run:
                 )
             self._say(text)
         # AdamW's momentum would move the gates even if no pack gave a gradient.
-        lr = scheduled_rate(config, step) if means.non_finite < config.packs_per_step else 0.0
+        lr = scheduled_rate(config, step) if means.non_finite < packs else 0.0
         norm = self.engine.update(lr)
         if not math.isfinite(norm):
             raise CommonError(f"step {step + 1} gave a gradient norm of {norm}; the checkpoint before it is intact")
@@ -382,9 +382,6 @@ class Run:
             callback.on_step(log)
         return means.stop
 
-    def _averages(self, outputs: list[DistillOutput], packs: int, stop: bool = False) -> Averages:
-        return Averages.over(self.bank, self.config.recall_budgets, self.world, outputs, packs, stop)
-
     def evaluates(self, step: int) -> bool:
         """Return whether the held-out packs are evaluated after a step."""
         every, done = self.config.eval_steps, step + 1
@@ -397,12 +394,12 @@ class Run:
         current = self.eval_row_start, sorted(self.config.recall_budgets)
         return done > 0 and self.evaluates(done - 1) and recorded != current
 
-    def evaluated(self, step: int, outputs: list[DistillOutput], stop: bool = False) -> bool:
+    def evaluated(self, step: int, outputs: list[DistillOutput], stop: bool) -> bool:
         """Report an evaluation, given this process's outputs, and export the gates if they are the best so far.
         Returns whether any process was asked to stop.
         """
         count = len(self.data.held_out)
-        means = self._averages(outputs, count, stop)
+        means = Averages.over(self.bank, self.config.recall_budgets, self.world, outputs, count, stop)
         if means.non_finite:
             lost = f"{means.non_finite} of {count} held-out packs gave no finite loss and were left out"
             self._say(f"step {step + 1}: {lost}")
