@@ -121,20 +121,17 @@ def frozen_config(path: str, config: TrainConfig) -> Any:
 
 def with_run_rope(shape: Any, config: TrainConfig) -> Any:
     """Set the run's RoPE in a model's configuration; raises `SeergateError` if the model does not suit the run."""
-    quantized, memory = config.quantize != "none", config.base_memory_gb
-    again, divided = quantized and own_format(shape) is not None, config.shard_base and not is_divisible(shape)
-    for name, refused in (("quantize", again), ("shard_base", divided)):
+    quantize, gguf = config.quantize != "none", gguf_file(config.model) is not None
+    whole = "as a GGUF file is read whole and dequantised; save_pretrained makes a directory of it that can be kept so"
+    for name, refused, why in (
+        ("quantize", quantize and own_format(shape), "which is quantised"),
+        ("shard_base", config.shard_base and not is_divisible(shape), "which is quantised"),
+        ("quantize", quantize and gguf, whole),
+        ("shard_base", config.shard_base and gguf, whole),
+        ("base_memory_gb", config.base_memory_gb and gguf, whole),
+    ):
         if refused:
-            raise SeergateError(
-                f"{name} is {getattr(config, name)!r}; it must be left out for {config.model}, which is quantised"
-            )
-    if gguf_file(config.model):
-        for name, given in (("quantize", quantized), ("shard_base", config.shard_base), ("base_memory_gb", memory)):
-            if given:
-                raise SeergateError(
-                    f"{name} is {getattr(config, name)!r}; it must be left out for {config.model}, as a GGUF file is "
-                    "read whole and dequantised; save_pretrained makes a directory of it that can be kept so"
-                )
+            raise SeergateError(f"{name} is {getattr(config, name)!r}; it must be left out for {config.model}, {why}")
     family_of(shape)
     text = shape.get_text_config()
     if config.rope_scaling is not None:
