@@ -14,11 +14,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
-from torch import Tensor
 
 from seergate.distill.config import TrainConfig
 from seergate.distill.formatting import TEMPLATES, Formatter, MalformedRow, TrainingText, question
-from seergate.distill.packing import pack, packed
+from seergate.distill.packing import pack
 from seergate.distill.sources import RAW, no_rows, open_source
 from seergate.durable import check_writable, naming
 from seergate.errors import SeergateError
@@ -124,10 +123,6 @@ class TrainingData:
     held_out: list[list[int]]
     report: DataReport
     fingerprint: str
-
-    def batch(self, samples: list[int]) -> tuple[Tensor, Tensor]:
-        """Return the ids and the ``cu_seqlens`` of a pack, as `packed` does."""
-        return packed([self.samples[i] for i in samples])
 
 
 @working("packing the data")

@@ -19,6 +19,7 @@ from seergate.distill.distributed import CommonError, DistributedState, expect_s
 from seergate.distill.engines import prepare_deepspeed
 from seergate.distill.losses.distill_loss import DistillOutput
 from seergate.distill.losses.teacher_forward import distill_steps
+from seergate.distill.packing import packed
 from seergate.distill.stopping import Stopped, stop_requests
 from seergate.distill.training_run import Run
 from seergate.errors import SeergateError
@@ -179,7 +180,7 @@ def _distill(
         first_number: number of the first pack; with a row stride, it determines which rows count.
         held_out: evaluate only, without gradients.
     """
-    world, base = runs[0].world, runs[0].base
+    world, base, samples = runs[0].world, runs[0].base, runs[0].data.samples
     outputs: dict[Run, list[DistillOutput]] = {run: [] for run in runs}
     for place in range(world.rank, world.rank + len(packs), world.size):
         if place >= len(packs):  # other processes have one pack more than this one
@@ -188,7 +189,7 @@ def _distill(
                 if not held_out:
                     run.engine.skip()
             continue
-        ids, cu_seqlens = runs[0].data.batch(packs[place])
+        ids, cu_seqlens = packed([samples[number] for number in packs[place]])
         with torch.set_grad_enabled(not held_out):
             specs = [run.spec(first_number + place, held_out) for run in runs]
             losses = distill_steps(specs, base, ids, cu_seqlens)
