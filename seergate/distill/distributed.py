@@ -82,13 +82,12 @@ class DistributedState:
 
         So the later processes find in the cache what the earlier ones have downloaded or computed.
         """
-        turns = (self.is_main, self.local_rank == 0 and not self.is_main, self.local_rank != 0 and not self.is_main)
-        results: list[T] = []
-        for mine in turns:
+        own = 0 if self.is_main else 1 if self.local_rank == 0 else 2
+        for turn in range(3):
             with self.fail_together():
-                if mine:
-                    results.append(make())
-        return results[0]
+                if turn == own:
+                    result = make()
+        return result
 
     @contextmanager
     def fail_together(self) -> Iterator[None]:
