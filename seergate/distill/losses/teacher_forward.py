@@ -5,8 +5,7 @@ once, and all intermediate tensors are freed. So peak memory is that of one laye
 model runs without its LM head and without an autograd graph. Gates that are trained end to end need its output and a
 second pass with a graph (`seergate.distill.losses.retention_loss`).
 
-Shape suffixes: T tokens of the pack, B = 1, S = T, H query heads, K KV heads, D head dimension, E gate dimension, N
-blocks.
+Shape suffixes: T tokens of the pack, H query heads, D head dimension.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Each method's summary of a block of the cache, and how it scores blocks with it.
 
 Shape suffixes: R rows (decoding requests), N blocks, H query heads, K KV heads, G query heads per KV head, S tokens of
-a block, D head dimension, W width of a block's summary, P = G * D, Q = R * K.
+a block, D head dimension, W width of a block's summary, Q = R * K.
 """
 
 from __future__ import annotations
