@@ -468,12 +468,11 @@ def load_train_config(model: str | None = None, overrides: Mapping[str, Any] | N
         ValueError: if an option is out of range.
     """
     overrides = dict(overrides or {})
-    if model is None:
-        model = overrides.get("model", DEFAULT_PRESET)
+    named = overrides.pop("model", DEFAULT_PRESET)
+    model = named if model is None else model
     model = os.fspath(model) if isinstance(model, os.PathLike) else model
     preset = preset_of(model)
     values: dict[str, Any] = {"model": model} if preset is None else read_options(preset)
-    overrides.pop("model", None)
     if overrides.get("data") not in (None, values.get("data")):  # the preset's limit and columns are of its own data
         values = {name: value for name, value in values.items() if not name.startswith("data_")}
     given = {**values, **overrides}
