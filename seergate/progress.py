@@ -93,7 +93,7 @@ class ProgressBar:
 
         self.shown = wanted and sys.stdout is not None and sys.stdout.isatty()
         self._named = wanted and not self.shown
-        self._work: tuple[str, float] | None = None
+        self._working = contextlib.ExitStack()
         # The bar's own escape sequences must reach the terminal.
         out: Any = sys.stdout
         while isinstance(out, Terminal):
@@ -135,11 +135,9 @@ class ProgressBar:
 
     def _name(self, text: str) -> None:
         """Name the work in the lines of `heartbeat` from now on, unless bars are shown; an empty text ends it."""
-        if self._work in _works:
-            _works.remove(self._work)
-        self._work = (text, time.monotonic()) if text and self._named else None
-        if self._work is not None:
-            _works.append(self._work)
+        self._working.close()
+        if text and self._named:
+            self._working.enter_context(working(text))
 
 
 def duration(seconds: float) -> str:
