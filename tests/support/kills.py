@@ -10,7 +10,6 @@ preparation of the data.
 import argparse
 import collections
 import contextlib
-import json
 import mmap
 import os
 import random
@@ -30,7 +29,7 @@ import torch
 import torch.utils.tensorboard
 from safetensors.torch import load_file
 
-from benchmarks.common import provenance
+from benchmarks.common import save
 from seergate.distill import TrainConfig, engines, load_train_config, run_distillation, training_run
 from tests.distill.conftest import assert_identical, scalars, state
 
@@ -170,9 +169,7 @@ def main() -> None:
         row = {"engine": "plain", "processes": 1, "kills": fell.total(), "by_phase": {p: fell[p] for p in PHASES}}
         row |= {"steps": killed.max_steps, "seconds": round(seconds), "identical": not differs}
         described = {"kills": options.kills, "seed": options.seed}
-        record = {"machine": provenance(torch.device("cpu")), "options": described, "rows": [row]}
-        options.record.parent.mkdir(parents=True, exist_ok=True)
-        options.record.write_text(json.dumps(record, indent=2) + "\n")
+        save(options.record.stem, described, [row], options.record.parent)
     places = ", ".join(f"{phase} {fell[phase]}" for phase in PHASES)
     print(f"{options.kills} kills ({places}), {differs or 'final gates bit-identical'}, {seconds:.0f} s")
     sys.exit(bool(differs))
