@@ -96,12 +96,6 @@ class Clock(BaseStreamer):
         """Do nothing."""
 
 
-def build(options: argparse.Namespace) -> PreTrainedModel:
-    """The model, with random weights."""
-    names = ("hidden_size", "layers", "heads", "kv_heads", "head_dim", "dtype")
-    return random_model(**{name: getattr(options, name) for name in names}).to(options.device)
-
-
 def ways(
     model: PreTrainedModel, options: argparse.Namespace, budget: int, bank: GateBank | None = None
 ) -> dict[str, Way]:
@@ -248,13 +242,11 @@ def measure(model: PreTrainedModel, batch: int, length: int, options: argparse.N
             **bytes_of(way),
         }
     ms = {name: way["token_median_ms"] for name, way in row["ways"].items()}
-    row["best_dense"] = min(("hf_dynamic", "hf_static"), key=ms.__getitem__)
-    row["ratios"] = {
-        f"{name} over {other}": ms[other] / ms[name]
-        for name in ("dense", "gate", "quest", "gate_offloaded")
-        for other in dict.fromkeys(("hf_dynamic", "hf_static"))
-    }
-    row["speedup"] = {name: ms[row["best_dense"]] / ms[name] for name in ("dense", "gate", "quest", "gate_offloaded")}
+    theirs = ("hf_dynamic", "hf_static")
+    ours = [name for name in ms if name not in theirs]
+    row["best_dense"] = best = min(theirs, key=ms.__getitem__)
+    row["ratios"] = {f"{name} over {other}": ms[other] / ms[name] for name in ours for other in theirs}
+    row["speedup"] = {name: ms[best] / ms[name] for name in ours}
     return row
 
 
@@ -278,7 +270,7 @@ def first_token(model: PreTrainedModel, options: argparse.Namespace) -> dict[str
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add options of `build` and `ways`: by default two layers of Qwen3-8B's attention; block size and budget."""
+    """Add options of the model and of `ways`: by default two layers of Qwen3-8B's attention; block size and budget."""
     parser.add_argument("--budget", type=int, default=2048)
     parser.add_argument("--block-size", type=int, default=64)
     parser.add_argument("--layers", type=int, default=2)
@@ -313,7 +305,8 @@ def main() -> None:
     options = command_line()
     rows = []
     with torch.inference_mode():
-        model = build(options)
+        names = ("hidden_size", "layers", "heads", "kv_heads", "head_dim", "dtype")
+        model = random_model(**{name: getattr(options, name) for name in names}).to(options.device)
         prove(model, options)
         cells = [(1, length) for length in options.lengths] + [(4, length) for length in options.batch_lengths]
         for batch, length in cells:

@@ -37,8 +37,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from common import arguments, save
-from end_to_end import SHORTER, add_model_options, build, fill, turn, ways
+from common import arguments, random_model, save
+from end_to_end import SHORTER, add_model_options, fill, turn, ways
 from transformers import PreTrainedModel
 
 from seergate import GateBank, GateConfig
@@ -73,7 +73,7 @@ MODEL_SHAPE = ("layers", "hidden_size", "heads", "kv_heads", "head_dim")
 def model_of(options: argparse.Namespace) -> PreTrainedModel:
     """The real model, or two layers with random weights."""
     if options.model is None:
-        return build(argparse.Namespace(**vars(options), device="cpu", dtype=torch.float32))
+        return random_model(**{name: getattr(options, name) for name in MODEL_SHAPE})
     model = load_base(options.model, dtype=torch.float32).requires_grad_(False)
     model.generation_config.update(do_sample=False, eos_token_id=None)
     return model
