@@ -17,18 +17,15 @@ from seergate.models.rope import RopeKind, changing_rope
 
 def check_model(hf_config: Any, bank: Gates | None, method: SelectingMethod) -> None:
     """Refuse gates for another model, layers that the model lacks, and attention that cannot be made sparse."""
-    model, dense_layers = skeleton(hf_config), method.dense_layers
-    kinds = rope_kinds(model)
-    layers = hf_config.get_text_config().num_hidden_layers
+    model, text, dense_layers = skeleton(hf_config), hf_config.get_text_config(), method.dense_layers
+    kinds, layers = rope_kinds(model), text.num_hidden_layers
     if bank is not None:
         check_gates(model, bank)
-    absent = [layer for layer in dense_layers if layer >= layers]
-    if absent:
+    if absent := [layer for layer in dense_layers if layer >= layers]:
         raise SeergateError(f"seergate.dense_layers holds {absent}; the model has the layers 0..{layers - 1}")
     if not set(kinds) - set(dense_layers):
         raise SeergateError(f"seergate.dense_layers holds {list(dense_layers)}; that leaves no layer to make sparse")
     check_anchors(method, kv_heads(model))
-    text = hf_config.get_text_config()
     if any(layer_type(text, layer) == "sliding_attention" for layer in kinds):
         raise SeergateError(
             f"sliding_window is {text.sliding_window}, as long as the model's positions; inside a server it must be "
@@ -40,7 +37,7 @@ def check_model(hf_config: Any, bank: Gates | None, method: SelectingMethod) -> 
         )
     if "other" in kinds.values():
         raise SeergateError(
-            f"models of type {hf_config.get_text_config().model_type!r} are not supported inside a server: their "
+            f"models of type {text.model_type!r} are not supported inside a server: their "
             "cached keys are not simply rotated ones, so the keys before RoPE cannot be computed from them"
         )
 
