@@ -214,7 +214,10 @@ class GatedLayer(CacheLayerMixin):
         if kept >= slots or not self.is_initialized:
             return
         if isinstance(self.method, CompressingMethod):
-            raise SeergateError(f"a cache of the evicting method {self.method.name!r} cannot be cropped")
+            raise SeergateError(
+                f"a cache of the evicting method {self.method.name!r} cannot be cropped, as assisted "
+                "decoding crops that of its assistant"
+            )
         if kept < 0:
             raise SeergateError(f"{-tokens_to_remove} tokens are to be cropped and the cache has {slots}")
         self._forget(self.rows.crop(kept))

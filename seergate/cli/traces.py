@@ -148,7 +148,7 @@ def _answer(options: argparse.Namespace, stack: ExitStack) -> None:
     if bank is not None:
         print(say_gates(options.model, options.gates))
     print(f"{len(requests):,} questions, {len(answered):,} answered already" + "".join(f"; {n}" for n in notes))
-    model = load_model(path, options.dtype, options.device)
+    model = load_model(path, options.dtype, options.device, options.engine)
     record |= {"weights": fingerprint(model), "rope": rope_of(model)}
     if answered:
         recorded_commit(options.out, record)

@@ -55,7 +55,7 @@ def check_continuation(layer: GatedLayer, mode: ForwardMode, new: int) -> None:
     if is_prompt and isinstance(layer.method, CompressingMethod) and any(layer.rows.total):
         raise SeergateError(
             f"the evicting method {layer.method.name!r} takes a prompt in one piece, then token by token; "
-            "pass the whole conversation with a new cache"
+            "pass the whole conversation with a new cache, without prefill_chunk_size"
         )
 
 

@@ -162,30 +162,30 @@ def peak_bytes(device: torch.device) -> int:
 
 def activation_bytes(model: PreTrainedModel, bank: GateBank, config: TrainConfig, device: torch.device) -> int:
     """Return the peak activations of a layer's forward pass in bytes: in the gate's loss, attention or MLP."""
-    base, geometry, width = text_config(model), bank.geometry, base_dtype(config, device).itemsize
+    base, geometry, itemsize = text_config(model), bank.geometry, base_dtype(config, device).itemsize
     hidden, tokens = base.hidden_size, config.max_length
     counted = tokens - int(tokens * config.row_start)
     tile = min(tile_rows(device), counted)
     queries, keys = geometry.num_heads * geometry.head_dim, geometry.num_kv_heads * geometry.head_dim
     gate = geometry.num_kv_heads * bank.config.gate_dim * FLOAT32
     streams = 3 if base.num_hidden_layers > 1 else 2  # embeddings, the layer's input and its norm's output
-    rope = 2 * geometry.head_dim * width
+    rope = 2 * geometry.head_dim * itemsize
     # q and k before and after RoPE, v
-    inputs = tokens * ((streams * hidden + 2 * queries + 3 * keys) * width + rope)
+    inputs = tokens * ((streams * hidden + 2 * queries + 3 * keys) * itemsize + rope)
     # a chunk of the teacher's scores; it is not held at the same time as a recomputed tile of the query branch
     chunk = CHUNK_BYTES_CPU if device.type == "cpu" else CHUNK_BYTES_DEVICE
     # the attention's output and its log-sum-exp, which the loss needs
-    stored = tokens * (queries * width + geometry.num_heads * FLOAT32)
-    branch = int(tile * (queries * (width + FLOAT32) + TILE_COPIES * gate))
+    stored = tokens * (queries * itemsize + geometry.num_heads * FLOAT32)
+    branch = int(tile * (queries * (itemsize + FLOAT32) + TILE_COPIES * gate))
     # the gate's queries and their gradient; a single tile of the query branch keeps its autograd graph
     gate_loss = inputs + stored + 2 * tokens * gate + (branch + chunk if tile == counted else max(branch, chunk))
     # the attention's output, and the buffer in which the outputs of the pack's sequences are joined
-    attention = inputs + 2 * tokens * queries * width
+    attention = inputs + 2 * tokens * queries * itemsize
     # the two factors of the gated MLP and their product; in a mixture of experts, those of each chosen expert, with
     # the expert's input and output
     chosen = getattr(base, "num_experts_per_tok", None) or 0
-    factor = (getattr(base, "moe_intermediate_size", None) or base.intermediate_size) * max(1, chosen)
-    mlp = tokens * (((streams + 1 + 2 * chosen) * hidden + 3 * factor) * width + rope)
+    width = (getattr(base, "moe_intermediate_size", None) or base.intermediate_size) * max(1, chosen)
+    mlp = tokens * (((streams + 1 + 2 * chosen) * hidden + 3 * width) * itemsize + rope)
     return max(gate_loss, attention, mlp)
 
 

@@ -146,7 +146,7 @@ def run_plan(plan: SweepPlan) -> Path:
     threads = plan.threads or max(1, torch.get_num_threads() // max(1, plan.workers))
     torch.set_num_threads(threads)
     loader = partial(load_worker, plan, path, threads)
-    model = load_model(path, plan.dtype, plan.device)
+    model = load_model(path, plan.dtype, plan.device, plan.engine)
     for spec, method in zip(known, methods, strict=True):  # what the model cannot have is refused before any answer
         with attached(model, method, correction=spec.correction):
             pass

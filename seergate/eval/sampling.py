@@ -26,7 +26,7 @@ NOT_FOLLOWED: dict[str, int | None] = {
     **dict.fromkeys(("exponential_decay_length_penalty", "watermarking_config")),
     **dict.fromkeys(("num_beams", "guidance_scale", "typical_p", "encoder_repetition_penalty"), 1),
     **dict.fromkeys(("no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff", "penalty_alpha", "token_healing"), 0),
-    **dict.fromkeys(("min_length", "min_new_tokens"), 0),
+    **dict.fromkeys(("min_length", "min_new_tokens", "encoder_no_repeat_ngram_size"), 0),
 }
 """Fields of a generation configuration that are not supported here -> the value at which they do nothing, beside
 ``None``. Models with another value are refused."""

@@ -37,12 +37,14 @@ MARKER = {
 G = TypeVar("G", bound=Gates)
 
 
-def read_adapter(directory: Path, kind: type[G]) -> G:
-    """Read an adapter of untrusted files as gates of class ``kind``; a SeergateError for missing or invalid files."""
+def read_adapter(directory: Path, kind: type[G], source: str | os.PathLike[str]) -> G:
+    """Read an adapter of untrusted files as gates of class ``kind``; a SeergateError for missing or invalid files.
+    ``source`` is the user's name for the directory.
+    """
     config, weights = directory / CONFIG_FILE, directory / WEIGHTS_FILE
     for path in (config, weights):
         if not path.is_file():
-            raise SeergateError(_what_is_missing(directory, path.name))
+            raise SeergateError(_what_is_missing(directory, path.name, source))
     record = read_json(config)
     described = parse_record(record, str(config))
     files = record.get("files")
@@ -144,9 +146,10 @@ def _sums(weights: Path) -> dict[str, Any]:
         }
 
 
-def _what_is_missing(directory: Path, name: str) -> str:
+def _what_is_missing(directory: Path, name: str, source: str | os.PathLike[str]) -> str:
     """Error message about a missing file, with a guess at what the directory contains instead."""
-    sentence = f"{directory} holds no {name}; gates are {CONFIG_FILE} and {WEIGHTS_FILE}"
+    inside = "" if Path(source) == directory else f" ({directory})"
+    sentence = f"{source}{inside} holds no {name}; gates are {CONFIG_FILE} and {WEIGHTS_FILE}"
     if name == CONFIG_FILE and (directory / "adapter_config.json").is_file():
         return f"{sentence}; this looks like an adapter of PEFT"
     if name == CONFIG_FILE and (directory / "config.json").is_file():

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from seergate import ops
 from seergate.checks import check_counts
+from seergate.errors import SeergateError
 from seergate.methods.base import AttentionOutput, LayerSpec, Step
 from seergate.methods.evicting import CompressingMethod, CompressingState, Eviction
 from seergate.ops.gate_math import wide_dtype
@@ -158,6 +159,9 @@ def rounded(x_BKNGD: Tensor, channels: int | None) -> tuple[Tensor, Tensor]:
     Returns:
         Codes 0..15, uint8 ``[B, K, N, group, D]``, and minima and scales, float16 ``[B, K, N, 2, ..]``. Codes are
         chosen for the float16 minimum and scale, so that these add no error of their own.
+
+    Raises:
+        SeergateError: if a minimum or a scale is out of float16's range.
     """
     x, axis = _grouped(x_BKNGD.to(wide_dtype(x_BKNGD.dtype)), channels)
     low, high = x.amin(axis, keepdim=True), x.amax(axis, keepdim=True)
@@ -165,6 +169,11 @@ def rounded(x_BKNGD: Tensor, channels: int | None) -> tuple[Tensor, Tensor]:
     scale = scale16.to(x)
     codes = ((x - low16.to(x)) / torch.where(scale > 0, scale, 1)).round().clamp(0, LEVELS).to(torch.uint8)
     span = torch.stack((low16, scale16), dim=3).squeeze(axis)
+    if not span.isfinite().all():
+        raise SeergateError(
+            f"keys or values of up to {float(x.abs().max()):.3g} are not in the range of float16, in which kv4bit "
+            "stores minima and scales; use another method for this model"
+        )
     return codes.reshape(x_BKNGD.shape), span
 
 

@@ -88,6 +88,9 @@ class Handle(Attachment):
         check_anchors(method, families.kv_heads(model))
         if model.device.type == "mps":
             raise SeergateError("Apple GPUs (mps) are not supported, as they have no float64; use the CPU")
+        tuned = getattr(model, "peft_config", {}).values()  # of a PeftModel
+        if any(getattr(config, "is_prompt_learning", False) for config in tuned):
+            raise SeergateError("PEFT puts the tokens of prompt tuning before every step; they are not supported")
         if "flex" in str(families.text_config(model)._attn_implementation):
             raise SeergateError(FLEX)
         tags = {storage.tag: storage.tag, **tags_of_method(method), **tags_of_model(model)}

@@ -68,7 +68,12 @@ def load(
     )
     method = method_of(bank, config, **given)
     base, pinned = _base_of(bank, gates, base_model)
-    config_of_base = base_config(base, revision=pinned, **hub)
+    try:
+        config_of_base = base_config(base, revision=pinned, **hub)
+    except SeergateError as error:
+        if pinned is None:
+            raise
+        raise SeergateError(f"{error}; the gates name this commit, base_model= takes a directory instead") from error
     of_model = {*MODEL_OPTIONS, *config_of_base.to_dict()}
     check_decode_options(options, decode_options(bank), of_model)
     of_config = {name: value for name, value in options.items() if name not in MODEL_OPTIONS}

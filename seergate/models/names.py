@@ -117,15 +117,18 @@ def load_banks(model: str, gates: str | Mapping[int | str, str] | None) -> GateB
     return bank_for(model, gates)
 
 
-def load_model(path: str, dtype: str = "auto", device: str = "auto") -> PreTrainedModel:
-    """Load a model for generation. ``auto`` means the dtype of the checkpoint, and the GPU if there is one."""
+def load_model(path: str, dtype: str = "auto", device: str = "auto", engine: str = "transformers") -> PreTrainedModel:
+    """Load a model for generation. ``auto`` means the dtype of the checkpoint, and the GPU if there is one; the CPU if
+    another engine generates, which needs the GPU's memory for itself.
+    """
     import torch
     from transformers.utils import logging
 
     from seergate.models.loading import load_base
 
     logging.disable_progress_bar()
-    place = ("cuda" if torch.cuda.is_available() else "cpu") if device == "auto" else device
+    automatic = "cuda" if engine == "transformers" and torch.cuda.is_available() else "cpu"
+    place = automatic if device == "auto" else device
     try:
         torch.empty(0, device=place)
     except (RuntimeError, AssertionError) as error:

@@ -53,7 +53,7 @@ def load_gates(kind: type[G], source: str | os.PathLike[str], **hub: Any) -> G:
     files = [adapter_files.CONFIG_FILE, adapter_files.WEIGHTS_FILE, CONFIG_FILE, WEIGHTS_FILE]
     directory = fetch(str(source), patterns=files, **hub)
     if (directory / adapter_files.CONFIG_FILE).is_file() or not _is_published(directory):
-        return adapter_files.read_adapter(directory, kind)
+        return adapter_files.read_adapter(directory, kind, source)
     return read_published(kind, directory, source)
 
 

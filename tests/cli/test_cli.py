@@ -13,8 +13,9 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
-from seergate import GateBank, GateConfig
+from seergate import GateBank, GateConfig, SeergateError
 from seergate.cli.console import say_report
 from seergate.cli.main import COMMANDS
 from seergate.eval.report.write import Report
@@ -97,6 +98,13 @@ def test_mistakes_are_one_sentence(arguments, said, tmp_path):
 
 def test_a_device_that_is_missing_is_told_with_those_that_are_there():
     refused("device is 'cuda:77'; this machine has cpu", load_model, "checkpoints/tiny-reasoner", device="cuda:77")
+
+
+def test_a_server_has_the_gpu_for_itself(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    assert load_model("checkpoints/tiny-reasoner", engine="vllm").device.type == "cpu"
+    with pytest.raises(SeergateError, match="'auto'"):
+        load_model("checkpoints/tiny-reasoner")
 
 
 def test_gates_of_a_model_are_found_beside_it(tmp_path):

@@ -98,6 +98,8 @@ def test_a_model_and_its_peft_wrapper_are_one(model):
         with pytest.raises(SeergateError, match="no method is attached"):
             seergate.handle_of(one)
     assert "_prefill" not in vars(base)
+    prompts = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    refused("prompt tuning", seergate.attach, peft.get_peft_model(tiny_model("qwen3"), prompts), "quest")
     base.config.name_or_path = "org/base"
     assert gates(wrapped).geometry.base_model is None, "the base alone is not what these gates are for"
 

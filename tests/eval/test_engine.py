@@ -354,7 +354,13 @@ def test_a_generation_configuration_that_is_not_followed_is_refused():
     model.generation_config.update(do_sample=True, temperature=0.6, top_p=0.95, top_k=20)
     assert Sampling.of_model(model) == Sampling(0.6, 20, 0.95)
     assert str(Sampling.of_model(model)) == "temperature 0.6, top-k 20, top-p 0.95"
-    for name, value in {"no_repeat_ngram_size": 3, "top_h": 0.4, "stop_strings": ["."], "token_healing": True}.items():
+    for name, value in {
+        "no_repeat_ngram_size": 3,
+        "encoder_no_repeat_ngram_size": 1,
+        "top_h": 0.4,
+        "stop_strings": ["."],
+        "token_healing": True,
+    }.items():
         setattr(model.generation_config, name, value)
         refused(f"sets {name}=", Sampling.of_model, model)
         setattr(model.generation_config, name, None)

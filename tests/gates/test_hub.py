@@ -182,7 +182,12 @@ def test_base_at_its_pinned_revision_and_licence(hub, bank, tmp_path):
     newest = gates.derived(geometry=replace(gates.geometry, base_revision=None))
     assert licence_of_base(newest, None) == {}, "which of several holds for the gates is not said"
     elsewhere = {"cache_dir": tmp_path / "new", "local_files_only": True}
-    refused(f"base model org/base at {pinned} is no directory", seergate.load, tmp_path / "made", **elsewhere)
+    refused(
+        f"base model org/base at {pinned} is no directory.* gates name this commit",
+        seergate.load,
+        tmp_path / "made",
+        **elsewhere,
+    )
 
 
 @pytest.mark.parametrize(
@@ -211,7 +216,7 @@ def test_push_refused(hub, bank, fault, repo, token, message):
 def test_pull_refused(hub, bank, monkeypatch):
     repo = hub.hold(REPO, {})
     for files, message in (
-        ({}, "holds no gate_config"),
+        ({}, r"^org/gates \(.*snapshots.*\) holds no gate_config"),
         ({"config.json": b'{"model_type": "qwen3"}'}, "looks like a model"),
         ({"config.json": b'{"seerattn_use_rope": true}'}, "holds no attn_gate_weights.pth"),
     ):
@@ -223,6 +228,7 @@ def test_pull_refused(hub, bank, monkeypatch):
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     refused("could not be pushed to org/gates: .*Connection refused", bank.push_to_hub, REPO, **W)
     refused(UNREAD, pull, "org/other")
+    refused("export ORG/NAME DIR --subfolder FOLDER", pull, "org/model/gates")
 
 
 @pytest.mark.parametrize("elsewhere", [False, True])

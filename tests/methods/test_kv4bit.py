@@ -14,6 +14,7 @@ from seergate.methods.kv4bit import packed_pairs, rounded, unpacked, widened
 from tests.support import naive_views
 from tests.support.evictors import model_of
 from tests.support.models import prompt
+from tests.support.running import refused
 
 
 def test_rounding_by_hand():
@@ -47,6 +48,14 @@ def test_rounding_against_a_loop(width, by_token):
 def test_narrow_keys_are_rounded_in_float32():
     x = torch.randn(2, 3, 4, 32, 16, dtype=torch.bfloat16)
     assert all(map(torch.equal, rounded(x, None), rounded(x.float(), None)))
+
+
+@pytest.mark.parametrize("outlier", [-7e4, 1.2e6])
+def test_what_float16_cannot_hold_is_refused(outlier):
+    """Logits would be NaN; 7e4 is within bfloat16's range."""
+    x = torch.zeros(1, 1, 1, 4, 4, dtype=torch.bfloat16)
+    x[0, 0, 0, 2, 1] = outlier
+    refused("not in the range of float16, in which kv4bit stores minima", rounded, x, None)
 
 
 def test_bytes_held_and_read_are_those_of_the_tensors():

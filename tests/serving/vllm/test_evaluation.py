@@ -39,7 +39,7 @@ if __name__ == "__main__":
         assert len(made) == wanted and not multiprocessing.active_children()
 """
     environment = {**os.environ, "VLLM_ENABLE_V1_MULTIPROCESSING": "1"}
-    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=300)
+    subprocess.run([sys.executable, "-c", code], env=environment, check=True, timeout=900)
 
 
 def test_traces_are_those_of_the_other_engine(tmp_path: Path) -> None:
