@@ -26,7 +26,7 @@ class Setting:
     """One run directory.
 
     Attributes:
-        config, proxies: contents of `config.yaml`, and of `proxies.json` if there is one.
+        config, proxies: contents of `config.yaml`, and of `proxies.json`, which may be missing.
         metrics: derived from its samples.
         samples: as they were stored.
         series: name in plots and tables: the method, and the options that distinguish it from the method's other runs.
@@ -36,7 +36,7 @@ class Setting:
     config: dict[str, Any]
     metrics: dict[str, Any]
     samples: list[dict[str, Any]] = field(repr=False)
-    proxies: dict[str, Any] | None
+    proxies: dict[str, Any]
     series: str
 
     @property
@@ -240,7 +240,7 @@ class Sweep:
     @property
     def proxies_on(self) -> str | None:
         """The setting on whose generations all proxies were measured; ``None`` if unknown, or if windows differ."""
-        records = [s.proxies or {} for s in self.having("next_token_kl")]
+        records = [s.proxies for s in self.having("next_token_kl")]
         same = len({record.get("contexts") for record in records}) == 1
         return records[0].get("reference") if same else None
 
@@ -255,7 +255,7 @@ def load_setting(directory: Path) -> Setting | None:
     """Read one run directory; ``None`` if it has no finished samples."""
     if not (samples := store.read_samples(directory)):
         return None
-    config, proxies = store.read_config(directory), store.read_json(directory / store.PROXIES)
+    config, proxies = store.read_config(directory), store.read_json(directory / store.PROXIES) or {}
     sections = ("task", "method", "model", "generation")
     if missing := [name for name in sections if not isinstance(config.get(name), dict)]:
         raise SeergateError(f"{directory / store.CONFIG} has no {', '.join(missing)}; it is not from an evaluation")

@@ -77,10 +77,9 @@ def recall_plot(sweep: Sweep, path: Path) -> Path | None:
         recall = [100 * s.metrics["recall"] for s in points]
         lines.plot([s.budget or 0 for s in points], recall, label=method, **style(method, sweep.methods))
         by_layer = [[100 * s.metrics["recall_per_layer"][layer] for s in points] for layer in range(layers)]
-        names = points[0].proxies["layers"] if points[0].proxies else range(layers)
         image = _heat_map(maps[i], by_layer, low, numbers=layers <= 12)
         if layers <= 12:
-            maps[i].set_yticks(range(layers), [str(n) for n in names])
+            maps[i].set_yticks(range(layers), [str(n) for n in points[0].proxies["layers"]])
         maps[i].set_xticks(range(len(points)), [str(s.budget) for s in points])
         maps[i].set_title(method, fontsize=10)
         maps[i].set_xlabel("budget (tokens)")

@@ -148,7 +148,7 @@ def proxy_table(sweep: Sweep) -> str:
 def recall_table(sweep: Sweep) -> str:
     """Recall by layer; empty if it was not measured."""
     measured = sweep.having("recall")
-    layers = measured[0].proxies["layers"] if measured and measured[0].proxies else []
+    layers = measured[0].proxies["layers"] if measured else []
     by_layer = {f"layer {layer}": figure_of("recall_per_layer", 100, key=i) for i, layer in enumerate(layers)}
     return table(sweep, {**SETTING, "mean %": figure_of("recall", 100), **by_layer}, measured)
 

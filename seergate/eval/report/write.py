@@ -210,38 +210,34 @@ _PASS_NOTE = "Chance that at least one of k samples is right, unbiased from all 
 
 
 def _proxy_note(sweep: Sweep) -> str:
-    first = sweep.having("next_token_kl")[0].proxies or {}
     return (
-        f"Measured on {_windows(first)} of "
-        f"{_whose(sweep)}, read densely up to the window (evicting methods decode their way there, but not from "
-        "further back than 1024 tokens) and then decoded token by token: how far the distribution of the "
-        "next token moves from dense, how often its most probable token stays the same, and the perplexity of the "
-        "reference under the method and under dense attention. Errors that build up over longer stretches are not in "
-        "these figures."
+        f"{_measured_on(sweep, 'next_token_kl')}, read densely up to the window (evicting methods decode their way "
+        "there, but not from further back than 1024 tokens) and then decoded token by token: how far the distribution "
+        "of the next token moves from dense, how often its most probable token stays the same, and the perplexity of "
+        "the reference under the method and under dense attention. Errors that build up over longer stretches are not "
+        "in these figures."
     )
 
 
-def _whose(sweep: Sweep) -> str:
-    """The generations that proxies were measured on, in words."""
-    if sweep.proxies_on is not None:
-        return f"{markdown_text(sweep.proxies_on)}'s own generations, the same for every method"
-    return (
+def _measured_on(sweep: Sweep, metric: str) -> str:
+    """The windows and the generations that a proxy was measured on, in words."""
+    first = sweep.having(metric)[0].proxies
+    windows = markdown_text(f"{first.get('windows')} windows of {first.get('tokens_per_window')} tokens")
+    whose = (
         "reference reasoning, which is not known to be the same for all settings, so do not compare them by these "
         "figures (see `contexts` in `proxies.json`; `--measure-recall` with a dense run measures again)"
     )
-
-
-def _windows(proxies: dict[str, Any]) -> str:
-    return markdown_text(f"{proxies.get('windows')} windows of {proxies.get('tokens_per_window')} tokens")
+    if sweep.proxies_on is not None:
+        whose = f"{markdown_text(sweep.proxies_on)}'s own generations, the same for every method"
+    return f"Measured on {windows} of {whose}"
 
 
 def _recall_note(sweep: Sweep) -> str:
-    recall = next(s.proxies for s in sweep.having("recall") if s.proxies is not None)
     wrong = ", so that a method is not measured on its own wrong answers" if sweep.proxies_on else ""
     return (
-        f"Share of dense attention's probability that fell on the tokens read, mean over query heads. Measured on "
-        f"{_windows(recall)} of {_whose(sweep)}{wrong}. Layers "
-        "that read everything count as 100 %. Methods that evict tokens have no recall."
+        "Share of dense attention's probability that fell on the tokens read, mean over query heads. "
+        f"{_measured_on(sweep, 'recall')}{wrong}. Layers that read everything count as 100 %. Methods that evict "
+        "tokens have no recall."
     )
 
 
