@@ -44,14 +44,11 @@ PROMPT_AND_ANSWER = [128, 256, 512, 768]
 """Budgets that include the prompt, which for 30 variables has about 420 tokens and fills the first two."""
 
 QUEST = "quest:block_size=16:group_reduction=separate"
-TINY_RAAS = ["dense", "quest:block_size=8:group_reduction=separate", "streaming_llm:interval=8", "h2o:interval=8"]
-FIVE = ["dense", QUEST, "streaming_llm", "h2o", "raas"]
-FIRST_200 = {"task": "math500", "task_options": {"problems": 200}}
+TINY_QUEST = "quest:block_size=8:group_reduction=separate"
 
 RPC_RUN = {"task": "aime24", "temperature": 0.6, "top_p": 0.95, "max_new_tokens": 32768}
 QWEN_7B, QWQ, LLAMA_8B = "r1-distill-qwen-7b", "qwq-32b", "r1-distill-llama-8b"
 MATH = {"task": "math500", "temperature": 0.0, "max_new_tokens": 8192, "samples": 1}
-LAZY_RIVALS = ["dense", "raas", "h2o:recent_tokens=175", "tova", "r_kv"]
 TINY_LAZY = "lazy_eviction:window=8:alpha=0.01"
 TINY_RIVALS = ["dense", "raas:block_size=8", "h2o:interval=8", "tova:interval=8", "r_kv:interval=8:window=8"]
 SCRIPT_BUDGET = "The budget is that of the authors' script for this model and task; the paper's tables name a ratio."
@@ -59,7 +56,8 @@ SCRIPT_BUDGET = "The budget is that of the authors' script for this model and ta
 SHARING = "border=next:block_size=4:warm_up=4"
 """Options of ReasonCache for the tiny reasoner's text, whose steps begin with the word "next"."""
 CONTROL = ["dense", "reason_cache", "random_sharing"]
-COSINE = "reason_cache:percentile=100:structural_check=false"
+PARTS = ["reason_cache:percentile=100:structural_check=false", "reason_cache:percentile=100", "reason_cache"]
+PERCENTILES = [f"reason_cache:percentile={p}" for p in (20, 50, 80, 100)]
 R1_32B, PHI = "r1-distill-qwen-32b", "phi-4-reasoning-plus"
 
 
@@ -68,20 +66,18 @@ def _sharing(methods: list[str]) -> list[str]:
     return [text if text == "dense" else f"{text}:{SHARING}" for text in methods]
 
 
-def _by_task(model: str, labels: list[str], **tasks: list[float]) -> dict[tuple[str, str], dict[str, float]]:
+def _by_task(model: str, methods: list[str], **tasks: list[float]) -> dict[tuple[str, str], dict[str, float]]:
     """Rows of a table whose columns are tasks."""
+    labels = [text.replace(":", "-") for text in methods]
     return {(model, task): dict(zip(labels, numbers, strict=True)) for task, numbers in tasks.items()}
 
 
-_DENSE_REASON_RANDOM = ["dense", "reason_cache", "random_sharing"]
-_PARTS = ["reason_cache-percentile=100-structural_check=false", "reason_cache-percentile=100", "reason_cache"]
-_PERCENTILES = [f"reason_cache-percentile={p}" for p in (20, 50, 80, 100)]
 _TABLE_I = {
-    **_by_task(R1_32B, _DENSE_REASON_RANDOM, aime24=[73.3, 70.0, 36.7], aime25=[53.3, 50.0, 20.0],
+    **_by_task(R1_32B, CONTROL, aime24=[73.3, 70.0, 36.7], aime25=[53.3, 50.0, 20.0],
                math500=[92.7, 91.8, 60.0], gpqa_diamond=[63.1, 60.7, 32.3]),
-    **_by_task(QWQ, _DENSE_REASON_RANDOM, aime24=[76.6, 73.3, 30.0], aime25=[63.3, 63.3, 23.3],
+    **_by_task(QWQ, CONTROL, aime24=[76.6, 73.3, 30.0], aime25=[63.3, 63.3, 23.3],
                math500=[89.4, 87.2, 58.8], gpqa_diamond=[61.1, 58.1, 27.8]),
-    **_by_task(PHI, _DENSE_REASON_RANDOM, aime24=[80.0, 80.0, 33.3], aime25=[67.7, 63.3, 13.3],
+    **_by_task(PHI, CONTROL, aime24=[80.0, 80.0, 33.3], aime25=[67.7, 63.3, 13.3],
                math500=[89.3, 90.3, 49.2], gpqa_diamond=[52.0, 50.8, 20.3]),
 }  # fmt: skip
 
@@ -120,8 +116,10 @@ FIGURES: dict[str, Figure] = {
     # ------------------------------------------------------------------------------------------------------ RaaS
     "raas5": Figure(
         "Figure 5 of RaaS", "Accuracy against cache budget", "by_budget",
-        {"method": [*TINY_RAAS, "raas:block_size=8"], "budget": PROMPT_AND_ANSWER},
-        {"method": FIVE, "budget": [64, 128, 256, 512, 1024], **FIRST_200},
+        {"method": ["dense", TINY_QUEST, "streaming_llm:interval=8", "h2o:interval=8", "raas:block_size=8"],
+         "budget": PROMPT_AND_ANSWER},
+        {"method": ["dense", QUEST, "streaming_llm", "h2o", "raas"], "budget": [64, 128, 256, 512, 1024],
+         "task": "math500", "task_options": {"problems": 200}},
     ),
     # ------------------------------------------------------------------------------------------------------- RPC
     "rpc8": Figure(
@@ -147,10 +145,10 @@ FIGURES: dict[str, Figure] = {
         {"method": ["dense", *(f"rpc:interval={p}:window={n}" for p in (4096, 1024) for n in (1, 8, 32, 128))],
          **RPC_RUN},
         {(QWEN_7B, "aime24"): {
-            **{"dense": 55.5, "rpc-interval=4096-window=1": 49.2, "rpc-interval=4096-window=8": 48.3},
-            **{"rpc-interval=4096-window=32": 52.9, "rpc-interval=4096-window=128": 49.2},
-            **{"rpc-interval=1024-window=1": 45.8, "rpc-interval=1024-window=8": 49.2},
-            **{"rpc-interval=1024-window=32": 50.4, "rpc-interval=1024-window=128": 50.0},
+            "dense": 55.5, "rpc-interval=4096-window=1": 49.2, "rpc-interval=4096-window=8": 48.3,
+            "rpc-interval=4096-window=32": 52.9, "rpc-interval=4096-window=128": 49.2,
+            "rpc-interval=1024-window=1": 45.8, "rpc-interval=1024-window=8": 49.2,
+            "rpc-interval=1024-window=32": 50.4, "rpc-interval=1024-window=128": 50.0,
         }},
     ),
     "rpc-table4": Figure(
@@ -159,8 +157,8 @@ FIGURES: dict[str, Figure] = {
         {"method": ["dense", *(f"rpc:interval={p}:scope={s}" for p in (4096, 1024) for s in ("layer", "kv_head"))],
          **RPC_RUN},
         {(QWEN_7B, "aime24"): {
-            **{"dense": 55.5, "rpc-interval=4096-scope=layer": 52.9, "rpc-interval=4096-scope=kv_head": 50.8},
-            **{"rpc-interval=1024-scope=layer": 50.4, "rpc-interval=1024-scope=kv_head": 50.4},
+            "dense": 55.5, "rpc-interval=4096-scope=layer": 52.9, "rpc-interval=4096-scope=kv_head": 50.8,
+            "rpc-interval=1024-scope=layer": 50.4, "rpc-interval=1024-scope=kv_head": 50.4,
         }},
     ),
     # ---------------------------------------------------------------------------------------------- LazyEviction
@@ -173,7 +171,8 @@ FIGURES: dict[str, Figure] = {
     "lazy-table1": Figure(
         "Table 1 of LazyEviction", "LazyEviction and other evictors", "costs",
         {"method": [*TINY_RIVALS, TINY_LAZY], "budget": [512]},
-        {"method": [*LAZY_RIVALS, "lazy_eviction"], "budget": [1492], **MATH},
+        {"method": ["dense", "raas", "h2o:recent_tokens=175", "tova", "r_kv", "lazy_eviction"], "budget": [1492],
+         **MATH},
         {
             (QWEN_7B, "math500"): {"dense": 86.0, "raas-1492": 82.4, "h2o-1492-recent_tokens=175": 80.4,
                                    "tova-1492": 74.8, "r_kv-1492": 83.6, "lazy_eviction-1492": 85.4},
@@ -190,9 +189,9 @@ FIGURES: dict[str, Figure] = {
         {"method": ["dense", *(f"lazy_eviction:alpha=0.0005:window={w}" for w in (8, 16, 32, 52, 64))],
          "budget": [1334], **MATH},
         {(LLAMA_8B, "math500"): {
-            **{"dense": 74.8, "lazy_eviction-1334-alpha=0.0005-window=8": 71.8},
-            **{"lazy_eviction-1334-alpha=0.0005-window=16": 72.2, "lazy_eviction-1334-alpha=0.0005-window=32": 72.8},
-            **{"lazy_eviction-1334-alpha=0.0005-window=52": 75.2, "lazy_eviction-1334-alpha=0.0005-window=64": 74.8},
+            "dense": 74.8, "lazy_eviction-1334-alpha=0.0005-window=8": 71.8,
+            "lazy_eviction-1334-alpha=0.0005-window=16": 72.2, "lazy_eviction-1334-alpha=0.0005-window=32": 72.8,
+            "lazy_eviction-1334-alpha=0.0005-window=52": 75.2, "lazy_eviction-1334-alpha=0.0005-window=64": 74.8,
         }},
         SCRIPT_BUDGET,
     ),
@@ -210,7 +209,7 @@ FIGURES: dict[str, Figure] = {
     "reasoncache-table2": Figure(
         "Table II of ReasonCache", "Sharing, evicting and reading a part", "costs",
         {"method": ["dense", "streaming_llm:interval=8", "snapkv:window=8:compress=prompt",
-                    "quest:block_size=8:group_reduction=separate", *_sharing(["reason_cache"])],
+                    TINY_QUEST, *_sharing(["reason_cache"])],
          "budget": [512]},
         {"method": ["dense", "streaming_llm", "snapkv:compress=prompt", QUEST, "reason_cache"],
          "budget": [2048, 8192]},
@@ -219,22 +218,20 @@ FIGURES: dict[str, Figure] = {
     ),
     "reasoncache-table3": Figure(
         "Table III of ReasonCache", "Parts of the filter", "costs",
-        {"method": _sharing(["dense", COSINE, "reason_cache:percentile=100", "reason_cache"])},
-        {"method": ["dense", COSINE, "reason_cache:percentile=100", "reason_cache"], "task": "math500"},
+        {"method": _sharing(["dense", *PARTS])}, {"method": ["dense", *PARTS], "task": "math500"},
         {
-            **_by_task(R1_32B, _PARTS, math500=[78.0, 82.2, 91.8], gpqa_diamond=[50.5, 55.6, 60.7]),
-            **_by_task(QWQ, _PARTS, math500=[75.2, 80.0, 87.2], gpqa_diamond=[48.0, 53.2, 58.1]),
-            **_by_task(PHI, _PARTS, math500=[79.2, 85.0, 90.3], gpqa_diamond=[40.4, 44.9, 50.8]),
+            **_by_task(R1_32B, PARTS, math500=[78.0, 82.2, 91.8], gpqa_diamond=[50.5, 55.6, 60.7]),
+            **_by_task(QWQ, PARTS, math500=[75.2, 80.0, 87.2], gpqa_diamond=[48.0, 53.2, 58.1]),
+            **_by_task(PHI, PARTS, math500=[79.2, 85.0, 90.3], gpqa_diamond=[40.4, 44.9, 50.8]),
         },
     ),
     "reasoncache-table4": Figure(
         "Table IV of ReasonCache", "Percentile of the threshold, p", "costs",
-        {"method": _sharing(["dense", *(f"reason_cache:percentile={p}" for p in (20, 50, 80, 100))])},
-        {"method": ["dense", *(f"reason_cache:percentile={p}" for p in (20, 50, 80, 100))], "task": "math500"},
+        {"method": _sharing(["dense", *PERCENTILES])}, {"method": ["dense", *PERCENTILES], "task": "math500"},
         {
-            **_by_task(R1_32B, _PERCENTILES, math500=[92.4, 92.2, 91.8, 82.2]),
-            **_by_task(QWQ, _PERCENTILES, math500=[87.8, 86.8, 87.2, 80.0]),
-            **_by_task(PHI, _PERCENTILES, math500=[89.3, 89.6, 90.3, 85.0]),
+            **_by_task(R1_32B, PERCENTILES, math500=[92.4, 92.2, 91.8, 82.2]),
+            **_by_task(QWQ, PERCENTILES, math500=[87.8, 86.8, 87.2, 80.0]),
+            **_by_task(PHI, PERCENTILES, math500=[89.3, 89.6, 90.3, 85.0]),
         },
     ),
 }  # fmt: skip
