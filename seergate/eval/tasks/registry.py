@@ -9,6 +9,7 @@ from __future__ import annotations
 import inspect
 import json
 from collections.abc import Callable, Iterator
+from functools import partial
 from itertools import islice
 from pathlib import Path
 from typing import Any
@@ -167,18 +168,15 @@ def make_task(name: str, **options: Any) -> Task:
         SeergateError: for an unknown task or option, or a value of another type.
     """
     given = {key: value for key, value in options.items() if value is not None}
-    arguments: tuple[str, ...] = ()
-    is_file = name.endswith(LINES)
-    if name.partition(":")[0] in TASKS and not (is_file and exists(name)):
-        make: Callable[..., Task] = TASKS[name.partition(":")[0]]
-    elif is_file:
-        make, arguments = jsonl, (name,)
-    else:
+    task, is_file = name.partition(":")[0], name.endswith(LINES)
+    is_named = task in TASKS and not (is_file and exists(name))
+    if not is_named and not is_file:
         raise SeergateError(f"there is no task {name!r}; {did_you_mean(name, TASKS)} (or give a .jsonl file)")
-    parameters = list(inspect.signature(make).parameters.values())[len(arguments) :]
+    make = TASKS[task] if is_named else partial(jsonl, name)
+    parameters = inspect.signature(make).parameters.values()
     kinds = {each.name: str(each.annotation).removesuffix(" | None") for each in parameters}
     lists = [option for option, kind in kinds.items() if kind.startswith("tuple")]
-    if not arguments:
+    if is_named:
         name, written = read_options("task", name, lists)
         given |= written
     for unknown in sorted(set(given) - set(kinds)):
@@ -190,4 +188,4 @@ def make_task(name: str, **options: Any) -> Task:
         must, fits = _KINDS[kinds[option]]
         if not fits(value):
             raise SeergateError(f"the task's {option} is {value!r}; it must be {must}")
-    return make(*arguments, **given)
+    return make(**given)
