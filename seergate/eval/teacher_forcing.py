@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import time
 import warnings
-from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,13 +31,6 @@ KEPT_BYTES = 2**30
 """Maximum bytes of dense attention's logits that are kept for further settings."""
 
 
-def middle_tokens(tokenizer: PreTrainedTokenizerBase, texts: Sequence[str], length: int) -> Tensor:
-    """Token ids ``[N, length]`` from the middle of each text that is long enough."""
-    encoded = [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"] for text in texts]
-    starts = [(ids, (len(ids) - length) // 2) for ids in encoded if len(ids) >= length]
-    return torch.tensor([ids[start : start + length] for ids, start in starts])
-
-
 class TeacherForcing:
     """Compares settings of a model (nothing attached) on texts ``ids [N, S]`` after a prefill of ``prompt`` tokens."""
 
@@ -49,14 +41,16 @@ class TeacherForcing:
 
     @classmethod
     def of(cls, model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, task: Task) -> TeacherForcing:
-        """Make the comparison on the texts of a task that scores texts."""
-        assert task.max_total_tokens is not None and task.scored is not None
-        check_length(text_config(model), task.max_total_tokens, "a text of the task's length")
-        ids = middle_tokens(tokenizer, [str(problem.prompt) for problem in task.problems()], task.max_total_tokens)
+        """Make the comparison on the middles of the texts of a task that scores texts."""
+        length = task.max_total_tokens
+        assert length is not None and task.scored is not None
+        check_length(text_config(model), length, "a text of the task's length")
+        texts = [tokenizer(p.prompt, add_special_tokens=False, verbose=False)["input_ids"] for p in task.problems()]
+        ids = torch.tensor([text[(len(text) - length) // 2 :][:length] for text in texts])
         if start := beginning(tokenizer):
             first = torch.tensor(encode(tokenizer, start.rstrip()))
             ids[:, : len(first)] = first
-        return cls(model, ids, task.max_total_tokens - 1 - SETTLING - task.scored)
+        return cls(model, ids, length - 1 - SETTLING - task.scored)
 
     @torch.inference_mode()
     def dense(self, number: int) -> Tensor:
