@@ -135,23 +135,20 @@ class MethodSpec:
         }
         given = {key: value for key, value in fields.items() if key in accepted_options and value is not None}
         options = {**given, **self.options, **self.calibrated}
-        options = {key: value for key, value in options.items() if key not in self._correction_options}
+        options = {key: value for key, value in options.items() if key not in correction_names(self.name)}
         return make_method(self.name, bank=bank if self.has_gates else None, **options)
-
-    @property
-    def _correction_options(self) -> dict[str, Any]:
-        return {key: self.options[key] for key in sorted(correction_names(self.name) & set(self.options))}
 
     @property
     def correction(self) -> Rectify | None:
         """The correction that the options select; ``None`` leaves it to the method."""
-        every = self._correction_options.get("rectify_every")
+        every = self.options.get("rectify_every") if correction_names(self.name) else None
         return None if every is None else Rectify(every)
 
     def describe(self, bank: GateBank | None) -> dict[str, Any]:
         """All options of the method, defaults included, as plain YAML types; ``nominal`` is the budget in words."""
         method = self.method(bank)
-        return {"name": self.name, "nominal": method.nominal, **method.describe(), **self._correction_options}
+        corrections = {key: value for key, value in self.options.items() if key in correction_names(self.name)}
+        return {"name": self.name, "nominal": method.nominal, **method.describe(), **corrections}
 
 
 def with_each(specs: Sequence[MethodSpec], banks: Banks) -> list[MethodSpec]:
