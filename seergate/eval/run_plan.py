@@ -249,7 +249,7 @@ def _matched(
     before = store.read_json(path) or {}
     if before.get("made") != made:
         before = {"bytes": {}, "matches": []}
-    print(f"finding budgets that are equal in bytes {'read' if plan.match == 'read' else 'resident'}")
+    print(f"finding budgets that are equal in bytes {plan.match}")
 
     def keep(matches: list[dict[str, Any]]) -> None:
         store.write_json(path, {"measure": plan.match, "made": made, "bytes": replay.known, "matches": matches})
