@@ -9,7 +9,9 @@ from typing import TYPE_CHECKING
 
 from seergate.checks import check_counts
 from seergate.cli.arguments import eval_args
+from seergate.durable import check_writable
 from seergate.errors import SeergateError
+from seergate.models.names import load_model, model_path
 from seergate.paths import model_name
 
 if TYPE_CHECKING:
@@ -47,14 +49,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Measure the method's model-dependent option on a task, and write it to a file."""
-    from seergate.durable import check_writable
     from seergate.eval.calibration.calibrator import calibrated_options, calibration_of, evenly_chosen_prompts, made_on
     from seergate.eval.run_plan import check_model, each_task
     from seergate.eval.sweep_plan import SweepPlan
     from seergate.eval.tasks.prompts import end_ids
     from seergate.methods import method_class
     from seergate.models.families import check_length
-    from seergate.models.names import load_model, model_path
     from seergate.pretrained import load_tokenizer
 
     kind = method_class(options.method)

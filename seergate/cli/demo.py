@@ -6,7 +6,11 @@ import argparse
 import time
 from pathlib import Path
 
+from seergate.cli.adapters import results_of
 from seergate.cli.arguments import given
+from seergate.cli.console import say_report
+from seergate.durable import check_writable
+from seergate.models.names import TINY, model_path
 
 HELP = (
     "gates for a small reasoning model, distilled, evaluated and reported, in minutes",
@@ -38,11 +42,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Distil gates, save and reload them, evaluate them, and write the report."""
-    from seergate.durable import check_writable
     from seergate.eval.report.plots import check_libraries
     from seergate.eval.run_plan import checked_task, run_plan
     from seergate.eval.sweep_plan import SweepPlan
-    from seergate.models.names import TINY, model_path
 
     check_libraries()  # before any work
     began = time.monotonic()
@@ -81,8 +83,6 @@ def run(options: argparse.Namespace) -> None:
     )
     runs = run_plan(plan)
 
-    from seergate.cli.adapters import results_of
-    from seergate.cli.console import say_report
     from seergate.eval.report import write_report
 
     bank.results = tuple(results_of(runs, bank))

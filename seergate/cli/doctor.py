@@ -6,6 +6,12 @@ import argparse
 import os
 import platform
 
+from seergate.config import GateConfig
+from seergate.distill.config import load_train_config
+from seergate.models.names import TINY, TINY_GATES, TINY_MODEL, model_path
+from seergate.paths import shipped
+from seergate.version import __version__
+
 HELP = (
     "what is installed and what works on this machine",
     "Print versions, devices, usable backends and shipped checkpoints; with --model, whether a model can be gated\n"
@@ -38,9 +44,6 @@ def run(options: argparse.Namespace) -> None:
     import torch
 
     from seergate.eval.environment import git_revision, processor, version_of
-    from seergate.models.names import TINY, TINY_GATES, TINY_MODEL
-    from seergate.paths import shipped
-    from seergate.version import __version__
 
     _line("seergate", f"{__version__} (git {git_revision() or 'unknown'})")
     _line("python", platform.python_version())
@@ -98,12 +101,9 @@ def _try_backends() -> None:
 
 def _judge(name: str) -> None:
     """Print whether a model can be gated, according to its configuration."""
-    from seergate.config import GateConfig
-    from seergate.distill.config import load_train_config
     from seergate.distill.estimate import architecture
     from seergate.models.families import gate_geometry
     from seergate.models.loading import skeleton
-    from seergate.models.names import model_path
 
     shape = gate_geometry(skeleton(architecture(load_train_config(name))), GateConfig(rope=False))
     print(

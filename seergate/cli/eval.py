@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 
 from seergate.cli import runs
 from seergate.cli.arguments import Command, eval_args, given
+from seergate.cli.console import say_report
 from seergate.errors import SeergateError
 
 if TYPE_CHECKING:
@@ -74,7 +75,6 @@ def run_and_report(plan: SweepPlan, report: bool) -> None:
     """Run the plan of each task with `run_plan`; if ``report``, also write a report on each."""
     import torch
 
-    from seergate.cli.console import say_report
     from seergate.eval.report import write_report
     from seergate.eval.report.plots import check_libraries
     from seergate.eval.run_plan import check_prompts, each_task, run_plan

@@ -9,10 +9,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.cli.arguments import eval_args, given
+from seergate.durable import check_writable
 from seergate.errors import SeergateError, did_you_mean
 from seergate.escaping import markdown_text
 from seergate.eval.papers.figures import FIGURES
-from seergate.paths import model_name
+from seergate.eval.store import write_text
+from seergate.models.names import TINY_GATES, is_tiny
+from seergate.paths import model_name, shipped
 
 if TYPE_CHECKING:
     from seergate.eval.sweep_plan import SweepPlan
@@ -53,10 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the missing settings, draw the figure and print its findings."""
-    from seergate.durable import check_writable
     from seergate.eval.report.plots import check_libraries
     from seergate.eval.run_plan import check_prompts, run_plan
-    from seergate.models.names import is_tiny
 
     if options.name not in FIGURES:
         raise SeergateError(
@@ -129,8 +130,6 @@ def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path)
     if options.gates is not None or not tiny or not sizes:
         return options.gates  # type: ignore[no-any-return]
     from seergate.models.gate_bank import GateBank
-    from seergate.models.names import TINY_GATES
-    from seergate.paths import shipped
 
     own = str(shipped(TINY_GATES))
     shipped_size = GateBank.from_pretrained(own).config.block_size
@@ -162,7 +161,6 @@ def _write(name: str, out: Path, label: str) -> Path:
     from seergate.eval.papers.styles import STYLES, beside
     from seergate.eval.report import load_sweeps, write_report
     from seergate.eval.report.load import apart
-    from seergate.eval.store import write_text
 
     figure = FIGURES[name]
     draw, table, read = STYLES[figure.style]

@@ -15,6 +15,8 @@ from seergate.cli.arguments import decoding_args, eval_args, model_args
 from seergate.durable import check_writable
 from seergate.errors import SeergateError
 from seergate.escaping import Terminal
+from seergate.models.names import bank_for, is_tiny, load_model, model_path, say_gates
+from seergate.progress import notes
 
 if TYPE_CHECKING:
     from seergate.eval.tasks.task import Problem
@@ -63,9 +65,7 @@ def run(options: argparse.Namespace) -> None:
     from seergate.eval.tasks.prompts import encode, end_ids, prompt_text
     from seergate.methods import SelectingMethod
     from seergate.models.families import check_positions, model_positions
-    from seergate.models.names import bank_for, is_tiny, load_model, model_path, say_gates
     from seergate.pretrained import load_tokenizer
-    from seergate.progress import notes
 
     _check(options)
     tiny = is_tiny(options.model)

@@ -11,7 +11,10 @@ from typing import TYPE_CHECKING
 from seergate.checks import check_count, check_counts
 from seergate.cli.arguments import Command, eval_args, given, model_args
 from seergate.cli.generate import TINY_BUDGET
+from seergate.distill.config import load_train_config
+from seergate.durable import check_writable
 from seergate.errors import SeergateError
+from seergate.models.names import bank_for, is_tiny, load_model, model_path
 from seergate.paths import model_name
 
 if TYPE_CHECKING:
@@ -32,9 +35,7 @@ def _shared_arguments(parser: argparse.ArgumentParser, what: str, command: str) 
 
 def _prepared(options: argparse.Namespace, command: str) -> tuple[GateBank, Gate, str, Path]:
     """The gates, the method that decodes with them, the model's path and the output directory."""
-    from seergate.durable import check_writable
     from seergate.methods import Gate
-    from seergate.models.names import bank_for, is_tiny, model_path
 
     check_counts(options, count=1)
     if (bank := bank_for(options.model, options.gates)) is None:
@@ -77,11 +78,9 @@ def _anchors_arguments(parser: argparse.ArgumentParser) -> None:
 def _anchors(options: argparse.Namespace) -> None:
     """Measure how much attention each layer's blocks recall in higher layers, choose anchors, and write the gates."""
     from seergate.distill.base_model import within_positions
-    from seergate.distill.config import load_train_config
     from seergate.distill.data import prepare_data
     from seergate.eval.calibration.anchors import shared_recall
     from seergate.models.loading import base_config, skeleton
-    from seergate.models.names import load_model
     from seergate.pretrained import load_tokenizer
 
     check_counts(options, texts=1, rows=1, max_length=1)
@@ -142,7 +141,6 @@ def _dense_layers(options: argparse.Namespace) -> None:
     from seergate.eval.calibration.dense_layers import answered, find_dense_layers
     from seergate.eval.run_plan import check_model
     from seergate.eval.tasks.registry import make_task
-    from seergate.models.names import is_tiny, load_model
     from seergate.pretrained import load_tokenizer
 
     named = options.task or (TINY_TASK if is_tiny(options.model) else TASK)

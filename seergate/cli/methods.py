@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import inspect
+import textwrap
 from dataclasses import MISSING, fields
 from typing import Any
 
@@ -23,9 +25,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Print the methods."""
-    import inspect
-    import textwrap
-
     from seergate.methods import METHODS, method_class, option_names
     from seergate.methods.registry import keeping_class, load_plugins, reading_class
 

@@ -7,7 +7,9 @@ from pathlib import Path
 
 from seergate.checks import check_counts
 from seergate.cli.arguments import Command, given
+from seergate.cli.console import say_report
 from seergate.errors import SeergateError
+from seergate.eval import store
 
 REPORT_HELP = (
     "tables, plots and findings of finished runs",
@@ -28,7 +30,6 @@ def _report_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _report(options: argparse.Namespace) -> None:
-    from seergate.cli.console import say_report
     from seergate.eval.report import write_report
 
     first, *others = options.runs
@@ -59,13 +60,12 @@ def _regrade_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _regrade(options: argparse.Namespace) -> None:
     from seergate.eval.regrade import regrade
-    from seergate.eval.store import run_directories
     from seergate.resources import available_cores
 
     check_counts(options, optional=True, processes=1)
     options.processes = options.processes or available_cores()
     any_changed = False
-    for directory in run_directories(options.run_dir):
+    for directory in store.run_directories(options.run_dir):
         result = regrade(directory, **given(options, "grader", "dry_run", "processes", "run_programs"))
         if not result.total:
             print(f"{directory}: no answers to grade")
@@ -106,8 +106,6 @@ def _show_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def _show(options: argparse.Namespace) -> None:
-    from seergate.eval import store
-
     if not (options.run_dir / store.CONFIG).is_file():
         runs = ", ".join(path.name for path in store.run_directories(options.run_dir))
         raise SeergateError(f"{options.run_dir} holds several runs; name one of them: {runs}")

@@ -11,8 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from seergate.cli.arguments import decoding_args, eval_args, given, model_args
+from seergate.distill.config import load_train_config
 from seergate.durable import check_writable, lock
 from seergate.errors import SeergateError
+from seergate.eval.store import append_line, differences, write_yaml
+from seergate.json_file import read_json_text
+from seergate.models.names import check_file_served, gates_for, load_model, model_path, say_gates
+from seergate.yaml_file import read_yaml
 
 HELP = (
     "a model's own answers, as data for seergate train",
@@ -65,7 +70,6 @@ def _answer(options: argparse.Namespace, stack: ExitStack) -> None:
     """Do the work of `run`; ``stack`` keeps the file of the rows open."""
     from seergate.distill.base_model import within_positions
     from seergate.distill.commits import data_commit
-    from seergate.distill.config import load_train_config
     from seergate.distill.data import questions
     from seergate.distill.formatting import OPEN, answer_turn
     from seergate.eval import Limit, Problem, Sampling
@@ -75,13 +79,11 @@ def _answer(options: argparse.Namespace, stack: ExitStack) -> None:
     from seergate.eval.run_plan import check_model
     from seergate.eval.sampling import sample_seed
     from seergate.eval.settings import method_spec
-    from seergate.eval.store import append_line, write_yaml
     from seergate.eval.tasks.prompts import encode, prompt_text
     from seergate.fingerprint import fingerprint, rope_of
     from seergate.models.attach import attached
     from seergate.models.families import check_length
     from seergate.models.gate_bank import GateBank
-    from seergate.models.names import check_file_served, gates_for, load_model, model_path, say_gates
     from seergate.pretrained import load_tokenizer
 
     spec = method_spec(options.method, options.budget)
@@ -200,8 +202,6 @@ def _locked(path: Path) -> Iterator[FileIO]:
 
 def _is_record(path: Path) -> bool:
     """Whether a file was written by this command."""
-    from seergate.yaml_file import read_yaml
-
     try:
         return read_yaml(path).keys() >= {"prompts", "method"}
     except SeergateError:
@@ -217,9 +217,6 @@ def recorded_commit(path: Path, now: dict[str, Any], unknown: tuple[str, ...] = 
     """Refuse to append rows generated with other settings than the existing rows. ``now`` is the record of the new
     rows; its ``unknown`` fields are not compared. Returns the prompts' commit; ``None`` if they are not on the Hub.
     """
-    from seergate.eval.store import differences
-    from seergate.yaml_file import read_yaml
-
     record = read_yaml(record_path(path))
     if different := differences(record, now, ("commit", *unknown)):
         raise SeergateError(f"{path} was made with other settings: {different}; use the same, or another --out")
@@ -230,8 +227,6 @@ def _rows(path: Path, file: FileIO) -> dict[int, list[dict[str, str]]]:
     """Row number -> question and answer, from ``path``, which is open as ``file``. An incomplete last line of a killed
     process is removed.
     """
-    from seergate.json_file import read_json_text
-
     try:
         whole, _, rest = path.read_bytes().decode().rpartition("\n")  # with the line ends that it has
         lines: list[Any] = [read_json_text(line) for line in whole.split("\n") if line]

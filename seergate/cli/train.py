@@ -26,7 +26,7 @@ from seergate.cli.openmp import bound_spinning
 from seergate.config import is_retention
 from seergate.distill.config import TrainConfig, load_train_config, option_parser, overridden, read_options
 from seergate.errors import SeergateError
-from seergate.models.names import presets
+from seergate.models.names import is_tiny, presets
 from seergate.options import Parser
 from seergate.paths import shipped
 
@@ -112,8 +112,6 @@ def _train(config: TrainConfig, dry_run: bool) -> None:
 
     adapter = run_distillation(config)
     if is_main:
-        from seergate.models.names import is_tiny
-
         print(f"the gates are in {adapter}")
         more = [] if is_tiny(config.model) else ["--task", "needle"]
         more += ["--method", f"dense,{config.scorer}"] if is_retention(config.scorer) else []

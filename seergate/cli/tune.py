@@ -18,7 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from seergate.checks import check_counts
 from seergate.cli.arguments import eval_args
+from seergate.cli.train import prepare_process
+from seergate.distill.config import load_train_config
+from seergate.durable import check_writable
 from seergate.errors import SeergateError
+from seergate.eval import store
+from seergate.models.names import model_path
 from seergate.paths import model_name
 from seergate.progress import duration
 
@@ -77,9 +82,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Run the stages that are missing, and print the recommendation."""
-    from seergate.cli.train import prepare_process
-    from seergate.durable import check_writable
-    from seergate.eval import store
     from seergate.eval.report.plots import check_libraries
 
     began = time.monotonic()
@@ -125,7 +127,6 @@ def _checked(options: argparse.Namespace) -> _Job:
     import torch
 
     from seergate.distill.base_model import within_positions
-    from seergate.distill.config import load_train_config
     from seergate.distill.estimate import architecture, make_plan
     from seergate.models.families import usable_positions, why_no_longer
 
@@ -230,8 +231,6 @@ class _Job:
     def write_texts(self) -> int:
         """Write the training texts and the held-out texts; return the number of held-out texts."""
         from seergate.distill.held_out import divide
-        from seergate.eval import store
-        from seergate.models.names import model_path
         from seergate.pretrained import load_tokenizer
 
         def lines(rows: Iterable[dict[str, Any]]) -> str:
@@ -257,7 +256,6 @@ class _Job:
     def measure(self) -> tuple[float, float]:
         """Return the seconds of a training step, and `pair_seconds`."""
         from seergate.distill.callbacks import Callback
-        from seergate.eval import store
         from seergate.eval.run_plan import checked_task, run_plan
 
         class Clock(Callback):
@@ -287,7 +285,6 @@ class _Job:
 
     def recommend(self, decision: Decision) -> None:
         """Run the missing evaluations, write the report, and print the recommendation."""
-        from seergate.eval import store
         from seergate.eval.report import load_sweeps, write_report
         from seergate.eval.report.recommendation import recommendation
         from seergate.eval.run_plan import run_plan

@@ -123,7 +123,7 @@ def test_reasoning_that_the_prompt_opens_is_written_with_its_tag(arguments, tmp_
     ],
 )
 def test_prompts_of_which_none_can_be_asked_are_refused(tmp_path, monkeypatch, given, why):
-    monkeypatch.setattr("seergate.models.names.load_model", lambda *_: pytest.fail("refused only after the model"))
+    monkeypatch.setattr("seergate.cli.traces.load_model", lambda *_: pytest.fail("refused only after the model"))
     (tmp_path / "given.jsonl").write_text("".join(json.dumps(row) + "\n" for row in given))
     prompts, out = str(tmp_path / "given.jsonl"), tmp_path / "new" / "traces.jsonl"
     command = ["traces", "--out", str(out), "--prompts"]
@@ -179,7 +179,7 @@ def test_rows_that_are_made_otherwise_are_not_mixed(arguments, tmp_path, monkeyp
         patch.setattr("seergate.distill.commits.data_commit", lambda _: pytest.fail("prompts stay at their commit"))
         output_of(*command)
         patch.setattr("seergate.eval.generation.served.engine_version", "vllm {}".format)  # which is not installed
-        patch.setattr("seergate.models.names.load_model", lambda *_: pytest.fail("refused only after the model"))
+        patch.setattr("seergate.cli.traces.load_model", lambda *_: pytest.fail("refused only after the model"))
         for name, value in (("dtype", "float16"), ("engine", "vllm")):
             assert f"made with other settings: {name} was" in refusal(run_seergate(*command, f"--{name}", value))
     other = support.model()
