@@ -60,10 +60,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(options: argparse.Namespace) -> None:
     """Check the options, answer the prompt, and write the page of the trace."""
+    import torch
+    from transformers import TextStreamer
+
+    from seergate.eval.report import write_explorer
     from seergate.eval.run_plan import check_model
     from seergate.eval.settings import method_spec
     from seergate.eval.tasks.prompts import encode, end_ids, prompt_text
     from seergate.methods import SelectingMethod
+    from seergate.models.attach import attached
     from seergate.models.families import check_positions, model_positions
     from seergate.pretrained import load_tokenizer
 
@@ -87,12 +92,6 @@ def run(options: argparse.Namespace) -> None:
     longest = min(options.max_new_tokens, max(1, (model_positions(text) or sys.maxsize) - len(ids)))
     if longest < options.max_new_tokens:
         print(f"at most {longest:,} new tokens: the model has {model_positions(text):,} positions", file=sys.stderr)
-
-    import torch
-    from transformers import TextStreamer
-
-    from seergate.eval.report import write_explorer
-    from seergate.models.attach import attached
 
     if options.threads is not None:
         torch.set_num_threads(options.threads)

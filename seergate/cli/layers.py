@@ -77,6 +77,8 @@ def _anchors_arguments(parser: argparse.ArgumentParser) -> None:
 
 def _anchors(options: argparse.Namespace) -> None:
     """Measure how much attention each layer's blocks recall in higher layers, choose anchors, and write the gates."""
+    import torch
+
     from seergate.distill.base_model import within_positions
     from seergate.distill.data import prepare_data
     from seergate.eval.calibration.anchors import shared_recall
@@ -93,8 +95,6 @@ def _anchors(options: argparse.Namespace) -> None:
     samples = prepare_data(config, load_tokenizer(path), one_sample=True, vocabulary=vocabulary).samples
     longest = samples.lengths.argsort()[::-1][: options.texts]
     model = load_model(path, options.dtype, options.device)
-
-    import torch
 
     texts = [torch.from_numpy(samples[int(i)]) for i in longest]
     count = f"{len(texts)} text{'s' if len(texts) > 1 else ''}"
