@@ -100,7 +100,7 @@ class Cluster:
         self.actors: list[Any] = [actor.remote(loader) for _ in range(self.workers)]
         # without GPUs, as if all were on one machine: the batch that is estimated may then be too small
         self.neighbours = 1 if gpus else self.workers
-        self.loaded = False
+        self.ray, self.loaded = ray, False
 
     def generate(
         self,
@@ -119,8 +119,6 @@ class Cluster:
         Raises:
             SeergateError: if an actor fails (with its reason) or has loaded other weights, or if all actors are lost.
         """
-        import ray
-
         waiting, lent = deque(requests), dict[Any, dict[Any, Request]]()
         if not self.loaded:
             for actor, loaded in [(actor, actor.load.remote()) for actor in self.actors]:
@@ -144,7 +142,7 @@ class Cluster:
                 if assigned:
                     running[actor.work.remote(more)] = actor
             idle = [actor for actor in idle if actor not in running.values()]
-            (done, *_), _ = ray.wait(list(running))
+            (done, *_), _ = self.ray.wait(list(running))
             actor = running.pop(done)
             result = self._result(actor, done)
             if result is None:
@@ -158,13 +156,11 @@ class Cluster:
 
     def _result(self, actor: Any, task: Any) -> Any:
         """The result of an actor's task; ``None`` if the actor or its node is lost."""
-        import ray
-
         try:
-            return ray.get(task)
-        except ray.exceptions.RayTaskError as error:
+            return self.ray.get(task)
+        except self.ray.exceptions.RayTaskError as error:
             raise SeergateError(f"a worker failed: {type(error.cause).__name__}: {error.cause}") from error
-        except ray.exceptions.RayError as error:
+        except self.ray.exceptions.RayError as error:
             self.actors.remove(actor)
             if not self.actors:
                 (*_, reason) = [type(error).__name__, *str(error).strip().splitlines()]
@@ -175,8 +171,6 @@ class Cluster:
         return self
 
     def __exit__(self, *_: object) -> None:
-        import ray
-
         for actor in self.actors:
-            ray.kill(actor)
-        ray.shutdown()
+            self.ray.kill(actor)
+        self.ray.shutdown()
