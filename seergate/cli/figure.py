@@ -128,7 +128,7 @@ def _check_options(options: argparse.Namespace, run: dict[str, Any], tiny: bool)
 def _gates(options: argparse.Namespace, sizes: list[int], tiny: bool, out: Path) -> str | dict[Any, str] | None:
     """The gates given by the user; else, for the tiny reasoner, shipped or newly distilled gates per block size."""
     if options.gates is not None or not tiny or not sizes:
-        return options.gates  # type: ignore[no-any-return]
+        return options.gates
     from seergate.models.gate_bank import GateBank
 
     own = str(shipped(TINY_GATES))

@@ -134,12 +134,12 @@ class TokenChooser:
             scores = self.warpers(torch.empty(len(rows), 0, dtype=torch.long, device=scores.device), scores)
         check_finite(scores.amax(-1))
         if self.sampling.greedy:
-            return [int(token) for token in scores.argmax(-1).tolist()]
+            return scores.argmax(-1).tolist()
         uniform = torch.stack([torch.rand((), generator=row.generator, dtype=torch.float64) for row in rows])
         cumulative = torch.softmax(scores.double(), -1).cumsum(-1)
         # Scaled by the total, which rounding leaves a little off one, so that the index never exceeds the last token.
         thresholds = (uniform.to(scores.device) * cumulative[:, -1]).unsqueeze(-1)
-        return [int(token) for token in torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1).tolist()]
+        return torch.searchsorted(cumulative, thresholds, right=True).squeeze(-1).tolist()
 
 
 class SampledRow:

@@ -65,7 +65,7 @@ def calibrated_options() -> list[tuple[str, str]]:
 
 def calibration_of(kind: type[Method], option: str) -> type[Calibration]:
     """The class that measures an option of a method."""
-    return resolve_name(kind.calibrates[option])  # type: ignore[no-any-return]
+    return resolve_name(kind.calibrates[option])
 
 
 def evenly_chosen_prompts(tokenizer: PreTrainedTokenizerBase, task: Task, wanted: int | None) -> list[list[int]]:

@@ -40,8 +40,7 @@ def check_served(server: str, spec: MethodSpec, bank: GateBank | None) -> None:
 
 def page_of(spec: MethodSpec, bank: GateBank | None) -> int | None:
     """Tokens per page of the server's cache, which is the method's block size; ``None`` for ``dense``."""
-    size: int | None = getattr(spec.method(bank), "block_size", None)
-    return size
+    return getattr(spec.method(bank), "block_size", None)
 
 
 def served_from(bank: Gates) -> str:

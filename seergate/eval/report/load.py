@@ -335,8 +335,7 @@ def _named(settings: list[Setting]) -> list[Setting]:
 
 def _gated_size(setting: Setting) -> int | None:
     """Tokens per block of a setting's gates, if it has any; the method's own blocks may differ."""
-    size: int | None = setting.config["method"].get("gate.block_size", setting.block_size)
-    return size
+    return setting.config["method"].get("gate.block_size", setting.block_size)
 
 
 def _distinguishing(settings: list[Setting]) -> list[str]:
