@@ -149,9 +149,9 @@ class Gate(GatedMethod, SelectingMethod):
         return super().select(state, step) if isinstance(state, GateState) else None
 
     @property
-    def covered_tokens(self) -> int:
-        """-1 with ``compat="published"``, whose code selects even where the budget has room for all blocks."""
-        return -1 if self.compat == "published" else super().covered_tokens
+    def always_selects(self) -> bool:
+        """True with ``compat="published"``, as in the published code."""
+        return self.compat == "published"
 
     def choose(self, scores_BKN: Tensor, lengths: Tensor | RowLengths) -> Selection:
         if self.compat == "published":

@@ -119,10 +119,15 @@ class SelectingMethod(Method):
         )
 
     @property
+    def always_selects(self) -> bool:
+        """True if blocks are selected even where the budget has room for all of them."""
+        return False
+
+    @property
     def covered_tokens(self) -> int:
-        """Tokens of the longest row that is read completely, as it fits into the budget; -1 if none is."""
+        """Tokens of the longest row that fits into the budget; -1 without a budget or if `always_selects`."""
         budget = self.block_budget
-        return -1 if budget is None else budget.covered * self.block_size
+        return -1 if budget is None or self.always_selects else budget.covered * self.block_size
 
     def reads_all(self, length: int) -> bool:
         """True if a row of ``length`` tokens reads all of its blocks, even in a batch with longer rows that select."""
