@@ -25,7 +25,7 @@ help:
 	@echo "make test-sglang  .venv-sglang with SGLang, then the tests of the plugin, which 'make test' leaves out"
 	@echo "make test-newest  .venv-newest with the newest release of everything, then a short selection of the tests (10 minutes)"
 	@echo "make pins     renew the releases in .ci/constraints, which every other command installs"
-	@echo "make soak     install, then storms and long runs (50 minutes); writes benchmarks/results/soak.json"
+	@echo "make soak     install, then stress tests and long runs (50 minutes); writes benchmarks/results/soak.json"
 	@echo "make results  install, then every table and figure of the documents that is out of date; STAGE=NAME makes one"
 	@echo "make stages   what 'make results' can make, how long it takes, and what is out of date"
 	@echo "make docs     install, then build the documentation's site into build/site"

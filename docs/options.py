@@ -27,8 +27,8 @@ the gates' block size, unless told otherwise.
 what is kept.
 """
 SHARED = {
-    SelectingMethod: ("Methods that select blocks", "Every method has these that keeps everything and reads a part."),
-    BudgetedMethod: ("Methods that evict to a budget", "Every method has these that keeps `token_budget` tokens."),
+    SelectingMethod: ("Methods that select blocks", "All methods that keep everything and read a part have these."),
+    BudgetedMethod: ("Methods that evict to a budget", "All methods that keep `token_budget` tokens have these."),
 }
 """Base class -> title and introduction of the options that its methods have in common."""
 

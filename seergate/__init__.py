@@ -49,7 +49,7 @@ _HOMES = {
 }
 _SUBMODULES = ("distill", "eval", "methods", "ops")
 
-__all__ = [*_HOMES, "distill", "methods", "ops"]
+__all__ = [*_HOMES, *_SUBMODULES]
 
 
 def __getattr__(name: str) -> Any:

@@ -226,6 +226,7 @@ class DecodeConfig:
 
     Attributes:
         token_budget: tokens per KV head and step, including the current block; rounded down to blocks, at least two.
+            4,096 if no rule is given.
         budget_share: share of a row's blocks to read, in (0, 1], including the current block; rounded up to whole
             blocks. The budget grows with the length of each row. The share is the decimal fraction as written.
         budget_min, budget_max: minimum (if the row has as many) and maximum number of tokens that ``budget_share``

@@ -46,8 +46,8 @@ def add_options(
         settings["default"] = default if defaults else argparse.SUPPRESS
         _add(parser, name, **settings)
         if default is True:
-            shared = {key: settings[key] for key in ("default", "help")}
-            _add(parser, f"no_{name}", dest=name, action="store_false", **shared)
+            opposite = {"default": settings["default"], "help": f"switch --{name.replace('_', '-')} off"}
+            _add(parser, f"no_{name}", dest=name, action="store_false", **opposite)
 
 
 def _add(parser: argparse._ActionsContainer, name: str, **settings: Any) -> None:

@@ -58,7 +58,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     task.add_argument(
         "--data",
         metavar="FILE",
-        help="text of needle and perplexity [Python's own documentation], or before each function of humaneval",
+        help="text of needle, variable_tracking, perplexity [Python's documentation], or before humaneval's functions",
     )
     task.add_argument("--variables", type=int, metavar="N", help="size of a chain_sum problem, ~27 tokens each [40]")
     task.add_argument("--task-seed", type=int, metavar="N", help="seed of generated problems [0]")

@@ -73,7 +73,9 @@ class SweepPlan(RunOptions):
     dense_layers: list[tuple[int, ...] | None] = option(
         [None], "layers that stay dense [none]", type=listed(int, least=0), metavar="I,J"
     )
-    task: str = option("", "tasks, with options as NAME:OPTION=VALUE:..., or .jsonl files [chain_sum]", metavar="A,B")
+    task: str = option(
+        "", "tasks, with options as NAME:OPTION=VALUE:..., or .jsonl files [the tiny model: chain_sum]", metavar="A,B"
+    )
     task_options: dict[str, Any] = field(default_factory=dict)
     temperature: float | int | None = option(None, "0 is greedy [chain_sum: 0; others: the model's own sampling]")
     top_p: float | int = option(1.0, "with --temperature")

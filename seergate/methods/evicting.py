@@ -217,7 +217,7 @@ class BudgetedMethod(EvictingMethod):
     once a prompt has been compressed. Of equal scores the newer token stays.
 
     Attributes:
-        token_budget: residents after an eviction.
+        token_budget: tokens that are kept at an eviction.
         interval: tokens between evictions.
         prompt: ``"evictable"``: prompt tokens compete like all others, and a prompt longer than the budget is
             compressed at once. ``"pinned"``: prompt tokens stay and count in the budget; generated tokens get at least

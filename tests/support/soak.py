@@ -1,4 +1,4 @@
-"""Runs storms and long runs, and writes down when, where and how they ended: `make soak`.
+"""Runs stress tests and long runs, and writes down when, where and how they ended: `make soak`.
 
 The record, benchmarks/results/soak.json, says of each test its outcome, seconds and run; of each run date, commit,
 machine and versions. It is written as tests end. `make soak` begins a new one; `python -m tests.support.soak -k NAME`

