@@ -49,7 +49,7 @@ _HOMES = {
 }
 _SUBMODULES = ("distill", "eval", "methods", "ops")
 
-__all__ = [*_HOMES, *_SUBMODULES]
+__all__ = [*_HOMES, "distill", "methods", "ops"]  # not eval, which is a builtin
 
 
 def __getattr__(name: str) -> Any:

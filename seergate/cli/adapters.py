@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from seergate.cli.arguments import Command
+from seergate.durable import check_writable
 from seergate.errors import SeergateError
 from seergate.paths import directory_here, is_hub_id, is_local_model
 
@@ -238,6 +239,7 @@ def _export(options: argparse.Namespace) -> None:
     _describe(bank, options)
     if options.dtype is not None:
         bank = bank.cast(getattr(torch, options.dtype))
+    check_writable(options.out)
     if options.format == "published":
         export_published(bank, options.out)
     else:
@@ -295,6 +297,8 @@ def results_of(runs: Path, bank: GateBank) -> list[dict[str, Any]]:
 
     gates = fingerprint(bank)
     sweeps = [sweep for sweep in load_sweeps(runs) if not sweep.of_texts]
+    if not sweeps:
+        raise SeergateError(f"{runs} has scored texts only, and gates record results of answers; leave it out")
     others = {setting.gates for sweep in sweeps for setting in sweep.settings} - {None}
     if others and gates not in others:
         raise SeergateError(

@@ -20,7 +20,7 @@ from seergate.checks import check_counts
 from seergate.cli.arguments import eval_args
 from seergate.cli.train import prepare_process
 from seergate.distill.config import load_train_config
-from seergate.durable import check_writable
+from seergate.durable import check_writable, lock
 from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.models.names import model_path
@@ -89,6 +89,13 @@ def run(options: argparse.Namespace) -> None:
     check_libraries()  # before any work
     job = _checked(options)
     check_writable(job.out)
+    with (job.out / ".lock").open("w") as file:
+        lock(file, job.out, "wait for its end, or give another --out")
+        _run(options, job, began)
+
+
+def _run(options: argparse.Namespace, job: _Job, began: float) -> None:
+    """Run the stages in the locked output directory."""
     state = store.read_json(job.out / STATE) or {}
     foreign = [name for name in (TEXTS, HELD_OUT, DONE, GATES, TIMING) if not state and (job.out / name).exists()]
     if foreign:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any
@@ -165,9 +165,9 @@ class DecodeStats:
     def __init__(self, layers: list[int]) -> None:
         self.layers = {layer: LayerStats() for layer in layers}
 
-    def anew(self) -> DecodeStats:
-        """Return counters that start at zero; compiled steps keep the tensors in which their graph counts."""
-        fresh = DecodeStats(list(self.layers))
+    def anew(self, make: Callable[[list[int]], DecodeStats]) -> DecodeStats:
+        """Return new counters from ``make``; compiled steps keep the tensors in which their graph counts."""
+        fresh = make(list(self.layers))
         for layer, stats in self._folded().items():
             new = fresh.layers[layer]
             new.compiled, new.heads, new.bytes_per_token = stats.compiled, stats.heads, stats.bytes_per_token

@@ -93,12 +93,13 @@ def gated_attention(
             return layer.storage.attend(step, None, layer.block_size).output[:, None].to(value.dtype), None
         if mode.dense and new <= MAX_GROUPED_TOKENS and context.valid is None and _groupable(step):
             return newest_tokens_attention(step).to(value.dtype), None
-        if not mode.dense and context.on_host:
+        if context.on_host and not mode.dense:
             observer.stats_.expect_compiled(layer)
         if mode.decoded == new:
             return decode_tokens(observer, layer, context, step).to(value.dtype), None
-    if not mode.dense:
-        observer.stats_.saw_prompt(layer)
+    if mode.dense:
+        return dense(query, key, value, attention_mask, **kwargs)
+    observer.stats_.saw_prompt(layer)
     output, weights = dense(query, key, value, attention_mask, **kwargs)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
         _evict(layer, step)

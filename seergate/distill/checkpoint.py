@@ -125,8 +125,8 @@ def check_same_run(path: Path, recorded: Mapping[str, Any], current: Mapping[str
             continue  # another way to write the path, or a moved file, whose contents are in the data's fingerprint
         if made_with != requested:
             raise SeergateError(
-                f"{path} was made with {name}={made_with!r} and this run has {requested!r}; use the same, another "
-                "output_dir, or --no-resume to start over"
+                f"{path} was made with {name}={made_with!r} and this run has {requested!r}; use the same, or another "
+                "output directory (`seergate train` also has --no-resume, to start over)"
             )
 
 

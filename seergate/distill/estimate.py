@@ -128,6 +128,8 @@ class Plan:
         if self.fits:
             return f"fits in {room}: {(self.capacity - self.total) / GB:.1f} GB to spare"
         c = self.config
+        if self.libraries >= self.capacity:
+            return f"does NOT fit in {room}: what is not for tensors alone needs {self.libraries / GB:.1f} GB"
         whole = self.precision.endswith(("float16", "float32")) and not gguf_file(c.model)
         if c.base_memory_gb is not None:
             ways = "a smaller --base-memory-gb or "

@@ -293,8 +293,9 @@ class Run:
         if newest is None:
             self.world.from_main(lambda: shutil.rmtree(self.dir / "best", ignore_errors=True))  # of another run
             return 0
-        with self.world.fail_together():  # `gather` has compared it with this run
+        with self.world.fail_together():
             checkpoint = load_checkpoint(newest)
+            check_same_run(newest, checkpoint.run, json.loads(json.dumps(self.identity)))
         self.engine.load(checkpoint.state, checkpoint.step)
         self.progress = Progress(**checkpoint.progress)
         return checkpoint.step

@@ -30,7 +30,7 @@ from seergate.eval.settings import method_spec
 from seergate.models.attach import attach
 from seergate.models.gate_bank import GateBank
 from seergate.models.loading import load_base
-from seergate.models.names import gates_for
+from seergate.models.names import gates_for, say_gates
 from seergate.pretrained import load_tokenizer
 
 HFLM_OPTIONS = (
@@ -81,10 +81,12 @@ class SeergateLM(HFLM):
         for name, value, without_effect in (
             ("gates", gates, not spec.has_gates),
             ("budget", budget, spec.name == "dense"),
-            ("block_size", block_size, spec.name == "dense" or size != block_size),
+            ("block_size", block_size, spec.block_size is None or size != block_size),
         ):
             if value is not None and without_effect:
                 raise SeergateError(f"{name} is {value!r}, which has no effect on the method {spec.name!r}")
+        if bank is not None:
+            print(say_gates(pretrained, gates))
         made = spec.method(bank)
         given = {} if revision is None else {"revision": str(revision)}
         tokenizer = load_tokenizer(pretrained, **given)

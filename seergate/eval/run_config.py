@@ -132,6 +132,8 @@ def run_config(
     limit: Limit,
 ) -> dict[str, Any]:
     """The contents of `config.yaml`: everything that affects a run's results, and how it was run; plain YAML types."""
+    served_on_gpu = options.engine in SERVERS and torch.cuda.is_available()  # the model here is on the CPU
+    device = torch.device("cuda") if served_on_gpu else model.device
     gates = None
     if spec.has_gates and bank is not None:
         name = {"name": spec.gates} if spec.gates else {}
@@ -165,7 +167,7 @@ def run_config(
             "ends": sorted(end_ids(model, tokenizer)),
             **({"engine": engine_version(options.engine)} if options.engine in SERVERS else {}),
         },
-        "environment": environment(model.device) | grader_version(task.grader),
+        "environment": environment(device) | grader_version(task.grader),
         "execution": {
             "threads": torch.get_num_threads(),
             "batch_size": options.batch_size or "auto",

@@ -95,7 +95,7 @@ def sweep(
                 tokenizer,
                 task,
                 spec,
-                out_dir / spec.label,
+                Path(out_dir) / spec.label,
                 options,
                 bank=spec.bank(gates),
                 reference=reference,
@@ -103,7 +103,7 @@ def sweep(
                 forced=forced,
             )
             if spec.name == Dense.name:
-                reference = store.in_order(store.read_samples(out_dir / spec.label))
+                reference = store.in_order(store.read_samples(Path(out_dir) / spec.label))
     return results
 
 
@@ -149,6 +149,7 @@ def evaluate(
         SeergateError: if ``out_dir`` holds a run with other settings, naming the fields that differ.
     """
     options, task = options or RunOptions(), task.bound(tokenizer)
+    out_dir = Path(out_dir)
     sampling, problems = options.resolved_sampling(task, model), task.problems()
     options.check(task, sampling)
     encoded, limit = Encoded(), options.limit(task)

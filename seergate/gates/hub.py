@@ -59,8 +59,10 @@ def fetch(
     if os.path.exists(source):
         raise SeergateError(f"{source} is a file; gates are a directory or a Hub repository")
     if HUB_ID.fullmatch(source) is None:
-        part = "; gates in a folder of a repository: seergate export ORG/NAME DIR --subfolder FOLDER" * ("/" in source)
-        raise SeergateError(f"there is no directory {source}, and it is no Hub id (org/name){part}")
+        raise SeergateError(
+            f"there is no directory {source}, and it is no Hub id (org/name; gates of a folder: seergate export ORG/NAME "
+            "DIR --subfolder FOLDER)"
+        )
     from huggingface_hub import snapshot_download
 
     unread = f"there is no directory {source}, and the repository could not be read from the Hub"

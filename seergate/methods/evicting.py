@@ -17,7 +17,9 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 from seergate.checks import check, check_choice, check_counts
+from seergate.errors import SeergateError
 from seergate.methods.base import AttentionOutput, LayerSpec, LayerState, Method, Step
+from seergate.ops.gate_math import wide_dtype
 from seergate.ops.rows import RowLengths
 
 
@@ -266,14 +268,22 @@ class BudgetedState(EvictingState):
     @abstractmethod
     def importance(self, step: Step, row: int) -> Tensor:
         """Scores of a row's residents, ``[K, T]`` or, for one decision for all heads, ``[1, T]``; the highest stay.
-        Called when the row evicts. Scores of tokens that always stay are ignored.
+        Called when the row evicts. Scores of tokens that always stay are ignored; NaN counts as the lowest score.
         """
 
     def importances(self, step: Step, rows: list[int]) -> Tensor:
         """`importance` of the rows that evict, ``[R, K, T]`` or ``[R, 1, T]``; what is beyond a row's length is
         ignored. Override it to compute all rows at once.
         """
-        return stacked([self.importance(step, row) for row in rows])
+        scores = [self.importance(step, row) for row in rows]
+        for row, scores_KT in zip(rows, scores, strict=True):
+            shape = list(scores_KT.shape) if isinstance(scores_KT, Tensor) else type(scores_KT).__name__
+            if shape not in ([1, step.ends[row]], [self.spec.num_kv_heads, step.ends[row]]):
+                raise SeergateError(
+                    f"{type(self).__name__}.importance returned {shape}; it must return [{self.spec.num_kv_heads} or "
+                    f"1, {step.ends[row]}], a score for each resident of the row"
+                )
+        return stacked(scores)
 
     @staticmethod
     def of_rows(x: Tensor, step: Step, rows: list[int]) -> Tensor:
@@ -302,6 +312,9 @@ class BudgetedState(EvictingState):
 
         def scores(rows: list[int]) -> Tensor:
             scores_RKT = self.importances(step, rows)
+            # infinity marks what always stays, and minus infinity what is no token
+            scores_RKT = scores_RKT.to(wide_dtype(scores_RKT.dtype))
+            scores_RKT = scores_RKT.nan_to_num(torch.finfo(scores_RKT.dtype).min)
             parts = [(0 if method.prompt == "evictable" else self.prompts[row], ends[row]) for row in rows]
 
             def limits() -> tuple[Tensor, Tensor]:

@@ -171,8 +171,8 @@ def rounded(x_BKNGD: Tensor, channels: int | None) -> tuple[Tensor, Tensor]:
     span = torch.stack((low16, scale16), dim=3).squeeze(axis)
     if not span.isfinite().all():
         raise SeergateError(
-            f"keys or values of up to {float(x.abs().max()):.3g} are not in the range of float16, in which kv4bit "
-            "stores minima and scales; use another method for this model"
+            f"keys or values of up to {float(x.abs().max()):.3g} are not finite or not in the range of float16, "
+            "in which kv4bit stores minima and scales; use another method for this model"
         )
     return codes.reshape(x_BKNGD.shape), span
 

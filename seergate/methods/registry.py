@@ -33,7 +33,8 @@ METHODS: dict[str, type[Method]] = {}
 """Name -> class of every known method, in the order in which reports list them."""
 
 
-def _check(kind: Any) -> None:
+def check_method(kind: Any) -> None:
+    """Raise `SeergateError` if a class is not a valid method."""
     if not (isinstance(kind, type) and issubclass(kind, Method)):
         raise SeergateError(f"{kind!r} is no method; it must be a subclass of seergate.methods.Method")
     name = getattr(kind, "name", None)
@@ -51,7 +52,7 @@ def register(kind: AnyMethod) -> AnyMethod:
     Raises:
         SeergateError: if the class is not a valid method, or if another method has its name.
     """
-    _check(kind)
+    check_method(kind)
     other = METHODS.get(kind.name)
     if other is not None and (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
         raise SeergateError(f"{kind.name!r} is the name of {other.__module__}.{other.__qualname__} already")

@@ -109,7 +109,15 @@ class SelectingMethod(Method):
         covered = step.rows.once("covered tokens", lambda: self.covered_tokens, self)
         if state.spec.layer in self.dense_layers or step.max_length <= max(covered, short):
             return None
-        selection = self.choose(state.scores(step), step.rows)
+        scores, blocks = state.scores(step), -(-step.max_length // self.block_size)
+        heads = state.spec.num_kv_heads, state.spec.num_heads
+        shape = list(scores.shape) if isinstance(scores, Tensor) else type(scores).__name__
+        if len(shape) != 3 or shape[1] not in heads or shape[2] < blocks:
+            raise SeergateError(
+                f"{type(state).__name__}.scores returned {shape}; it must return [{len(step.q_BHSD)}, {heads[0]}, N] "
+                f"with an entry for each of the {blocks} blocks"
+            )
+        selection = self.choose(scores, step.rows)
         return with_all_blocks(selection, step.ends, self.block_size, short) if short else selection
 
     def choose(self, scores_BKN: Tensor, lengths: Tensor | RowLengths) -> Selection:

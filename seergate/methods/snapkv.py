@@ -46,7 +46,6 @@ class SnapKV(BudgetedMethod):
     repeated, as in R-KV's comparison (``compress``). Queries are stored after RoPE, at their original positions.
 
     Attributes:
-        token_budget: residents after an eviction.
         window: the observation window; 32 in the authors' code, 8 in R-KV's.
         interval: steps between evictions.
         compress: ``"repeatedly"``; or ``"prompt"``, as in the paper: only a prompt longer than the budget is

@@ -39,6 +39,7 @@ STILL_GENERATES = (
     "another thread is in the model's generate, whose further steps are dense; end it before the method is detached"
 )
 _HANDLE = "_seergate_handle"
+PROMPT_TUNING = ("PROMPT_TUNING", "MULTITASK_PROMPT_TUNING", "P_TUNING", "CPT")  # kinds of PEFT
 Counts = TypeVar("Counts", bound=DecodeStats)
 
 
@@ -89,7 +90,7 @@ class Handle(Attachment):
         if model.device.type == "mps":
             raise SeergateError("Apple GPUs (mps) are not supported, as they have no float64; use the CPU")
         tuned = getattr(model, "peft_config", {}).values()  # of a PeftModel
-        if any(getattr(config, "is_prompt_learning", False) for config in tuned):
+        if any(getattr(config, "peft_type", None) in PROMPT_TUNING for config in tuned):
             raise SeergateError("PEFT puts the tokens of prompt tuning before every step; they are not supported")
         if "flex" in str(families.text_config(model)._attn_implementation):
             raise SeergateError(FLEX)
@@ -100,6 +101,7 @@ class Handle(Attachment):
                 tags["rectified past a block"] = f"rectification of {correction.every} tokens"
         refuse(tags)
         super().__init__(model, method, storage, measure_recall)
+        self._make_stats: Callable[[list[int]], DecodeStats] = DecodeStats
         self._guard = SingleThreadGuard(decoder, self)
         self.prompts = PromptReader(model, self.passes, self._generate_compiles)
         try:
@@ -156,12 +158,12 @@ class Handle(Attachment):
 
     def count_with(self, make: Callable[[list[int]], Counts]) -> Counts:
         """Replace the statistics by those that ``make`` creates for the gated layers, and return them."""
-        self.stats_ = counts = make(list(self.stats_.layers))
+        self._make_stats, self.stats_ = make, (counts := make(list(self.stats_.layers)))
         return counts
 
     def reset_stats(self) -> None:
         """Reset the statistics of decoding, correction and storage."""
-        self.stats_ = self.stats_.anew()
+        self.stats_ = self.stats_.anew(self._make_stats)
         if self.correction is not None:
             self.correction.reset()
         self.storage.reset()

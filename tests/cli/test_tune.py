@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -17,6 +18,7 @@ from seergate.cli.tune import decide, pair_seconds
 from seergate.distill.config import load_train_config
 from seergate.distill.held_out import divide
 from seergate.distill.long_text import texts, texts_here
+from seergate.durable import lock
 from seergate.errors import SeergateError
 from seergate.eval import run_plan as running
 from seergate.gates.files import CONFIG_FILE
@@ -98,6 +100,16 @@ def test_models_that_are_none_and_files_without_texts_are_refused(model, data, t
         ([str(model), "--data", "other.jsonl"], "--max-length; 48 rows are left out (row 1: no messages"),
     ):
         assert message in refusal(run_seergate("tune", *arguments, "--hours", "1"))
+
+
+def test_two_at_once_are_refused_before_anything_is_written(model, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("out").mkdir()
+    with open("out/.lock", "w") as file:
+        lock(file, Path("out"), "")
+        command = ["tune", str(model), "--hours", "1", "--data", str(data), "--out", "out"]
+        assert "another process is writing to out; wait" in refusal(run_seergate(*command))
+    assert [path.name for path in Path("out").iterdir()] == [".lock"]
 
 
 def test_options_may_change_until_the_time_is_divided(model, data, tmp_path, monkeypatch):

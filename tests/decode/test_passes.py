@@ -100,6 +100,9 @@ def test_a_model_and_its_peft_wrapper_are_one(model):
     assert "_prefill" not in vars(base)
     prompts = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
     refused("prompt tuning", seergate.attach, peft.get_peft_model(tiny_model("qwen3"), prompts), "quest")
+    prefix = peft.PrefixTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
+    with seergate.attached(peft.get_peft_model(tiny_model("qwen3"), prefix), "quest"):
+        pass
     base.config.name_or_path = "org/base"
     assert gates(wrapped).geometry.base_model is None, "the base alone is not what these gates are for"
 

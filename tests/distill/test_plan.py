@@ -91,6 +91,8 @@ def test_what_does_not_fit_names_the_options_that_need_less() -> None:
     run = load_train_config("qwen3-14b")
     plan = make_plan(run, memory_gb=24)
     assert "does NOT fit in 24.0 GB: --quantize" in plan.text() and not plan.fits
+    small = replace(plan, capacity=plan.libraries)
+    assert "does NOT fit" in small.text() and "--quantize" not in small.text()
     assert plan.step_seconds is None and "time: `seergate plan --tflops` computes it" in plan.text()
     assert make_plan(replace(run, quantize="bnb-4bit"), memory_gb=24).fits
     assert make_plan(run, memory_gb=24, processes=2).fits

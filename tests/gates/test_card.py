@@ -179,6 +179,13 @@ def test_results_of_an_evaluation(bank, tmp_path):
     samples.write_text(whole.splitlines(keepends=True)[0])
     refused("gate-64 lacks samples", results_of, Path(runs), own)
     samples.write_text(whole)
+    texts = str(tmp_path / "texts")
+    output_of(
+        "eval",
+        *["--task", "perplexity:length=256:scored=16", "--problems", "2", "--method", "dense", "--no-report", "--out"],
+        texts,
+    )
+    refused("texts has scored texts only", results_of, Path(texts), own)
     bank.save_pretrained(gates)
     assert "has results of other gates" in refusal(run_seergate("export", gates, out, "--results", runs))
     own.save_pretrained(gates)

@@ -78,6 +78,7 @@ def test_commands(bank, tmp_path):
         (["export", a, c, "--layers", "0-"], "must be layers such as"),
         (["export", a, c, "--layers", "0,1-0"], "must be layers such as"),
         (["export", a, c, "--layers", "5"], "must name some of"),
+        (["export", a, "~/copy"], "would be in a directory named ~"),
         (["export", str(tmp_path / "nowhere"), c], "there is no directory"),
         (["export", a, c, "--format", "published", "--licence", "mit"], "--licence is for the model card"),
         (["info", str(tmp_path)], "holds no gate_config.json"),

@@ -16,6 +16,7 @@ import yaml
 import seergate
 from seergate import methods
 from seergate.cli.main import main
+from seergate.decode.stats import DecodeStats
 from seergate.errors import SeergateError
 from seergate.eval.calibration.calibrator import FRESH, Calibration
 from seergate.eval.report.plots import style
@@ -24,7 +25,8 @@ from seergate.serving.common.settings import check_served
 from tests.methods.test_evicting import against_simulation
 from tests.support import naive
 from tests.support.evictors import EVICTORS, C, Evictor, model_of
-from tests.support.models import left_padded, prompt
+from tests.support.models import left_padded, prompt, tiny_model
+from tests.support.running import refused
 from tests.test_house import ROOT, code_blocks, shell_lines
 
 PAGE = ROOT / "docs" / "write_a_method.md"
@@ -159,3 +161,71 @@ def test_evaluation_asks_a_new_method(answering, capsys):
     check_served("answering")
     with pytest.raises(SeergateError, match="'short_keys' does not run inside a server; it must be .*, answering$"):
         check_served("short_keys")
+
+
+class ShortState(methods.SelectingState):
+    """Scores complete blocks only."""
+
+    def scores(self, step):
+        return torch.ones(*step.k_BKSD.shape[:2], step.max_length // self.block_size)
+
+
+@dataclass(kw_only=True)
+class ShortScores(methods.SelectingMethod):
+    name = "short_scores"
+    state = ShortState
+
+
+class ImportanceState(methods.BudgetedState):
+    def importance(self, step, row):
+        return self.method.of(torch.arange(step.ends[row], dtype=torch.float32))[None]
+
+    def select_kept(self, step):
+        if (eviction := super().select_kept(step)) is not None:
+            for row, index, count in zip(eviction.rows, eviction.index, eviction.lengths, strict=True):
+                end, kept = step.ends[row], index[:, :count].tolist()
+                assert all(max(of_head) < end and {*range(end - 4, end)} <= {*of_head} for of_head in kept)
+        return eviction
+
+
+@dataclass(kw_only=True)
+class Importance(methods.BudgetedMethod):
+    name = "importance"
+    state = ImportanceState
+    recent_option = "recent_tokens"
+    recent_tokens: int = 4
+    of: ClassVar = staticmethod(lambda slots: slots)
+
+
+class Stateless(methods.Method):
+    name = "stateless"
+
+
+def test_wrong_scores_are_refused(monkeypatch):
+    model, few = tiny_model("qwen3"), r"ShortState.scores returned \[1, 2, 7\]; it must return \[1, 2, N\]"
+    refused("has no states", seergate.attach, model, Stateless())
+    with seergate.attached(model, ShortScores(token_budget=16, block_size=8)):
+        refused(few, model.generate, prompt(60), max_new_tokens=4)
+    monkeypatch.setattr(Importance, "of", staticmethod(lambda slots: slots[:-1]))
+    with seergate.attached(model, Importance(token_budget=16)):
+        refused(r"importance returned \[1, 59\]; it must return \[2 or 1, 60\]", model.generate, prompt(60))
+
+
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), float("-inf")])
+def test_scores_that_are_not_finite_keep_no_padding_and_evict_nothing_that_stays(monkeypatch, value):
+    monkeypatch.setattr(Importance, "of", staticmethod(lambda slots: torch.where(slots > 2, value, slots)))
+    model, prompts = tiny_model("qwen3"), [prompt(60), prompt(30, seed=1)]
+    with seergate.attached(model, Importance(token_budget=16)):
+        batch = model.generate(**left_padded(prompts), max_new_tokens=6)[:, -6:]
+        for row, alone in enumerate(prompts):
+            assert torch.equal(model.generate(alone, max_new_tokens=6)[0, -6:], batch[row])
+
+
+def test_statistics_of_ones_own_survive_a_reset():
+    class Mine(DecodeStats):
+        pass
+
+    with seergate.attached(tiny_model("qwen3"), "quest", token_budget=16, block_size=8) as handle:
+        handle.count_with(Mine)
+        handle.reset_stats()
+        assert type(handle.stats_) is Mine

@@ -264,6 +264,7 @@ def test_refusals(monkeypatch):
         ({"percentile": 101}, "percentile is 101; it must be in 0..100"),
         ({"border": "("}, "border is '\\(', which is no regular expression"),
         ({"border": "x*"}, "which matches empty text"),
+        ({"border": r"\b|x"}, "which matches empty text"),
         ({"reads": methods.TOVA()}, "cannot be read with 'tova'"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -144,6 +144,8 @@ class StoredGradients(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, scale: Tensor) -> tuple[Tensor | None, ...]:  # type: ignore[override]
         """Return the scaled gradients for the parameters, and ``None`` for all other inputs."""
+        if torch.is_grad_enabled():
+            raise RuntimeError("distill_loss has no second derivative; call backward without create_graph")
         stored = ctx.saved_tensors
         return (None, None, *(None for _ in stored), *(gradient * scale for gradient in stored))
 

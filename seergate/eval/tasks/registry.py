@@ -14,7 +14,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from seergate.checks import check_count, holds_turns, is_int
+from seergate.checks import check_count, holds_turns, is_int, is_number
 from seergate.errors import SeergateError, did_you_mean
 from seergate.eval.grading.graders import BOXED, GRADERS, check_gold, check_grader
 from seergate.eval.grading.programs import PROGRAM
@@ -141,6 +141,7 @@ def _is_turn(turn: Any) -> bool:
 _KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
     "int": ("an integer", is_int),
     "tuple[int, ...]": ("integers", lambda value: isinstance(value, tuple) and all(map(is_int, value))),
+    "float": ("a number", is_number),
     "bool": ("true or false", lambda value: isinstance(value, bool)),
     "str": ("a text", lambda value: isinstance(value, str)),
 }
@@ -174,7 +175,8 @@ def make_task(name: str, **options: Any) -> Task:
         raise SeergateError(f"there is no task {name!r}; {did_you_mean(name, TASKS)} (or give a .jsonl file)")
     make = TASKS[task] if is_named else partial(jsonl, name)
     parameters = inspect.signature(make).parameters.values()
-    kinds = {each.name: str(each.annotation).removesuffix(" | None") for each in parameters}
+    annotations = {each.name: getattr(each.annotation, "__name__", str(each.annotation)) for each in parameters}
+    kinds = {option: annotation.removesuffix(" | None") for option, annotation in annotations.items()}
     lists = [option for option, kind in kinds.items() if kind.startswith("tuple")]
     if is_named:
         name, written = read_options("task", name, lists)
@@ -185,7 +187,7 @@ def make_task(name: str, **options: Any) -> Task:
         if option in given and not isinstance(given[option], tuple):  # in a file: a list, or a single number
             given[option] = tuple(given[option]) if isinstance(given[option], list) else (given[option],)
     for option, value in given.items():
-        must, fits = _KINDS[kinds[option]]
+        must, fits = _KINDS.get(kinds[option], ("", lambda value: True))
         if not fits(value):
             raise SeergateError(f"the task's {option} is {value!r}; it must be {must}")
     return make(**given)

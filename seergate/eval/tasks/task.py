@@ -81,7 +81,7 @@ class Task:
         return replace(self, load=cache(lambda: list(self.load(tokenizer))), by_tokens=False)
 
     def problems(self) -> list[Problem]:
-        """All problems; a `SeergateError` if there are none, or an id occurs twice."""
+        """All problems; a `SeergateError` if there are none, an id occurs twice, or a problem is incomplete."""
         problems = list(self.load())
         if not problems:
             raise SeergateError(f"the task {self.name!r} has no problems")
@@ -90,6 +90,13 @@ class Task:
             if problem.problem_id in seen:
                 raise SeergateError(f"the task {self.name!r} has the problem id {problem.problem_id!r} twice")
             seen.add(problem.problem_id)
+            if not isinstance(problem.problem_id, str) or not isinstance(problem.gold, str):
+                raise SeergateError(
+                    f"the task {self.name!r} has the problem {problem.problem_id!r} with the answer {problem.gold!r}; "
+                    "both must be texts"
+                )
+            if bool(problem.prompt) == bool(problem.messages):
+                raise SeergateError(f"the problem {problem.problem_id!r} must have either a prompt or messages")
         return problems
 
 

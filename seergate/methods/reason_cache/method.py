@@ -73,7 +73,7 @@ class ReasonCache(Method):
             re.compile(self.border)
         except (re.error, TypeError) as error:
             raise ValueError(f"border is {self.border!r}, which is no regular expression: {error}") from None
-        if re.search(self.border, ""):
+        if (found := re.search(self.border, "a")) and not found[0]:
             raise ValueError(f"border is {self.border!r}, which matches empty text, so every token would end a step")
         if self.reads is not None and not isinstance(self.reads, Method):
             raise ValueError(f"reads is {self.reads!r}; it must be a method that keeps all blocks, such as Gate(...)")
