@@ -60,8 +60,8 @@ def fetch(
         raise SeergateError(f"{source} is a file; gates are a directory or a Hub repository")
     if HUB_ID.fullmatch(source) is None:
         raise SeergateError(
-            f"there is no directory {source}, and it is no Hub id (org/name; gates of a folder: seergate export ORG/NAME "
-            "DIR --subfolder FOLDER)"
+            f"there is no directory {source}, and it is no Hub id (org/name; gates of a folder: seergate export "
+            "ORG/NAME DIR --subfolder FOLDER)"
         )
     from huggingface_hub import snapshot_download
 

@@ -186,9 +186,12 @@ def test_packs_per_step_have_an_effect_beside_printed_options(capsys, tmp_path: 
 
 
 def test_every_option_is_on_the_command_line_with_help():
-    """By its name with hyphens; other commands leave them to `train`. A truth value needs no word."""
+    """By its name with hyphens; other commands leave them to `train`. A truth value needs no word; `--no-...` comes
+    after the option that it switches off.
+    """
     parser = train_parser(None, "", ())
-    helps = {action.dest: action.help for action in parser._actions}
+    helps = {action.dest: action.help for action in reversed(parser._actions)}
+    assert any(action.help == "switch --qk-norm off" for action in parser._actions)
     for item in fields(TrainConfig):
         assert item.metadata["help"] in (helps[item.name] or "")
     text = parser.format_help()  # a stray percent sign would fail here
