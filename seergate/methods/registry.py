@@ -33,15 +33,19 @@ METHODS: dict[str, type[Method]] = {}
 """Name -> class of every known method, in the order in which reports list them."""
 
 
-def check_method(kind: Any) -> None:
-    """Raise `SeergateError` if a class is not a valid method."""
+def check_states(kind: type[Method]) -> None:
+    """Raise `SeergateError` if a method's class does not say what its states are."""
+    if kind.new_state is Method.new_state and not hasattr(kind, "state"):
+        raise SeergateError(f"{kind.__name__} has no states; it must name their class as state, or override new_state")
+
+
+def _check(kind: Any) -> None:
     if not (isinstance(kind, type) and issubclass(kind, Method)):
         raise SeergateError(f"{kind!r} is no method; it must be a subclass of seergate.methods.Method")
     name = getattr(kind, "name", None)
     if not isinstance(name, str) or not name.replace("_", "a").isalnum():
         raise SeergateError(f"{kind.__name__}.name is {name!r}; it must be of letters, digits and underscores")
-    if kind.new_state is Method.new_state and not hasattr(kind, "state"):
-        raise SeergateError(f"{kind.__name__} has no states; it must name their class as state, or override new_state")
+    check_states(kind)
     if len(kind.calibrates) > 1:
         raise SeergateError(f"{kind.__name__} calibrates {', '.join(kind.calibrates)}; it may name one option")
 
@@ -52,7 +56,7 @@ def register(kind: AnyMethod) -> AnyMethod:
     Raises:
         SeergateError: if the class is not a valid method, or if another method has its name.
     """
-    check_method(kind)
+    _check(kind)
     other = METHODS.get(kind.name)
     if other is not None and (other.__module__, other.__qualname__) != (kind.__module__, kind.__qualname__):
         raise SeergateError(f"{kind.name!r} is the name of {other.__module__}.{other.__qualname__} already")
