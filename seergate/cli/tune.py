@@ -89,7 +89,7 @@ def run(options: argparse.Namespace) -> None:
     check_libraries()  # before any work
     job = _checked(options)
     check_writable(job.out)
-    with (job.out / ".lock").open("w") as file:
+    with (job.out / ".lock").open("ab") as file:
         lock(file, job.out, "wait for its end, or give another --out")
         _run(options, job, began)
 

@@ -100,6 +100,7 @@ class Engine:
             while self.step():
                 pass
         finally:
+            self.handle.count_with(DecodeStats)
             self.handle.reset_stats()
             self.batch.prefilled = None
 
