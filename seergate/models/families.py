@@ -30,7 +30,7 @@ class Family:
         hook_point: ``"proj"``: the outputs of ``q_proj`` and ``k_proj``; ``"norm"``: of ``q_norm`` and ``k_norm``;
             ``"fused"``: the output of ``qkv_proj``, split.
         layout: layout of the hooked tensors: ``"flat"`` ``[B, S, heads * D]``, ``"BSHD"`` or ``"BHSD"``.
-        rope: how cached keys follow from hooked keys: by RoPE alone, or in another way; see `Rotary`.
+        rope: how cached keys are computed from keys before RoPE: by RoPE alone, or in another way; see `Rotary`.
         rotates: whether an attention module has RoPE; ``None`` if all have.
     """
 
@@ -244,7 +244,7 @@ def kv_heads(model: PreTrainedModel) -> dict[int, int]:
 
 
 def rope_kind(config: Any, attention: Any) -> RopeKind:
-    """How a layer's cached keys follow from the hooked keys, see `Rotary`."""
+    """Return how the cached keys of an attention module are computed from its keys before RoPE; see `Rotary`."""
     family = family_of(config)
     return family.rope if family.rotates is None or family.rotates(attention) else "none"
 
