@@ -1,7 +1,8 @@
 """``seergate tune``: trains gates for a model in a given time and recommends a budget.
 
-Runs `plan`, `prepare`, `train`, `eval` and `report` in turn. The results of finished stages are in the output
-directory, and the same command resumes from there.
+Runs `plan`, `prepare`, `train`, `eval` and `report` in turn. Gates with one query per group and with a query per head
+are trained on the same forward passes, and those with the lower KL on held-out packs are kept (docs/recipe_study.md,
+"On wider heads"). The results of finished stages are in the output directory, and the same command resumes from there.
 """
 
 from __future__ import annotations
@@ -9,6 +10,7 @@ from __future__ import annotations
 import argparse
 import gc
 import json
+import math
 import shutil
 import time
 from collections.abc import Iterable, Sequence
@@ -57,8 +59,14 @@ LEAST_STEPS = 20
 LEAST, MOST = 8, 200
 """Minimum and maximum number of needle problems."""
 
+QUERIES = {"a query per group": "proj", "a query per head": "none"}
+"""Gates that are trained -> their ``q_pooling``."""
+
+MARGIN = 0.05
+"""Least relative difference of the held-out KL for which a query per head is kept, since it costs more to decode."""
+
 STATE, TEXTS, HELD_OUT, DONE = "tune.json", "train.jsonl", "held_out.jsonl", "recommendation.txt"
-GATES, TIMING = "gates", "timing"
+GATES, TIMING, TRAINING = "gates", "timing", "training"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -97,7 +105,8 @@ def run(options: argparse.Namespace) -> None:
 def _run(options: argparse.Namespace, job: _Job, began: float) -> None:
     """Run the stages in the locked output directory."""
     state = store.read_json(job.out / STATE) or {}
-    foreign = [name for name in (TEXTS, HELD_OUT, DONE, GATES, TIMING) if not state and (job.out / name).exists()]
+    written = (TEXTS, HELD_OUT, DONE, GATES, TIMING, TRAINING)
+    foreign = [name for name in written if not state and (job.out / name).exists()]
     if foreign:
         raise SeergateError(f"{job.out} has {foreign[0]}, which is not of a tune run; give another --out")
     requested = {name: getattr(options, name) for name in ("model", "data", "dtype", "hours")}
@@ -160,7 +169,7 @@ def _checked(options: argparse.Namespace) -> _Job:
         data_config=None,
         data_limit=None,
         token_cache=str(out / "tokens"),
-        output_dir=str(out / GATES),
+        output_dir=str(out / TRAINING),
         recall_budgets=tuple(budgets),
         eval_packs=2,
     )
@@ -270,7 +279,8 @@ class _Job:
                 steps.append(log.seconds)
 
         place, largest = self.out / TIMING, self.budgets[-1]
-        plans = self._evaluations(place, place, 2, 2, [largest])
+        gates = place / next(iter(QUERIES.values()))
+        plans = self._evaluations(gates, place, 2, 2, [largest])
         for plan in plans:
             checked_task(plan)
         print(f"measuring: {STEPS_TIMED} steps of training, 2 problems and 2 texts")
@@ -286,9 +296,17 @@ class _Job:
         return sum(steps[1:]) / (STEPS_TIMED - 1), pair_seconds(len(self.budgets), *seconds)
 
     def train(self, steps: int) -> None:
-        """Train, or resume from the last checkpoint."""
+        """Train, or resume from the last checkpoint, and keep the better gates."""
+        from seergate.models.gate_bank import GateBank
+
         save_steps = max(1, min(self.config.save_steps, steps // 10))
-        _train(replace(self.config, save_steps=save_steps), steps)
+        runs = _train(replace(self.config, save_steps=save_steps), steps)
+        banks = [GateBank.from_pretrained(run) for run in runs]
+        held_out = (bank.training_record["kl_held_out"] for bank in banks)
+        group, head = (math.inf if kl is None else kl for kl in held_out)  # None: not finite, or too few packs
+        per_head = head < (1 - MARGIN) * group
+        print(f"KL on held-out packs: {group:.3f} with a query per group, {head:.3f} with a query per head")
+        banks[per_head].save_pretrained(self.out / GATES)
 
     def recommend(self, decision: Decision) -> None:
         """Run the missing evaluations, write the report, and print the recommendation."""
@@ -296,7 +314,7 @@ class _Job:
         from seergate.eval.report.recommendation import recommendation
         from seergate.eval.run_plan import run_plan
 
-        gates = self.config.run_dir
+        gates = self.out / GATES
         plans = self._evaluations(gates, self.out, decision.problems, decision.texts, self.budgets)
         runs = [run_plan(plan) for plan in plans]
         report = write_report(runs[0], self.out, *runs[1:])
@@ -345,9 +363,19 @@ class _Job:
         )
 
 
-def _train(config: TrainConfig, steps: int, *callbacks: Callback) -> None:
-    """Train for ``steps`` steps, at most a tenth of them warm-up."""
-    from seergate.distill import run_distillation
+def _train(config: TrainConfig, steps: int, *callbacks: Callback) -> list[Path]:
+    """Train gates with each kind of query for ``steps`` steps, at most a tenth of them warm-up. Returns directories.
 
-    run_distillation(replace(config, max_steps=steps, warmup_steps=min(config.warmup_steps, steps // 10)), callbacks)
+    ``callbacks`` are called for the last gates, which end each step.
+    """
+    from seergate.distill.trainer import run_together
+
+    config = replace(config, max_steps=steps, warmup_steps=min(config.warmup_steps, steps // 10))
+    configs = {
+        name: replace(config, q_pooling=pooling, output_dir=str(config.run_dir / pooling))
+        for name, pooling in QUERIES.items()
+    }
+    last = tuple(QUERIES)[-1]
+    directories = run_together({name: (each, callbacks if name == last else ()) for name, each in configs.items()})
     gc.collect()  # frees the frozen model before another is loaded
+    return directories

@@ -15,6 +15,7 @@ import pytest
 
 from seergate.cli import tune
 from seergate.cli.tune import decide, pair_seconds
+from seergate.config import GateConfig
 from seergate.distill.config import load_train_config
 from seergate.distill.held_out import divide
 from seergate.distill.long_text import texts, texts_here
@@ -22,8 +23,10 @@ from seergate.durable import lock
 from seergate.errors import SeergateError
 from seergate.eval import run_plan as running
 from seergate.gates.files import CONFIG_FILE
+from seergate.models.gate_bank import GateBank
 from seergate.pretrained import load_tokenizer
 from tests.models.test_gguf import llama, write_gguf
+from tests.support.models import tiny_model
 from tests.support.running import ROOT, refusal, run_seergate
 
 HOURS, MOST = 3, 8
@@ -164,6 +167,29 @@ def test_python_library_is_what_is_trained_on_by_default():
     assert "argument" in next(texts([path for path in places if path.name == "argparse.py"]))
 
 
+@pytest.mark.parametrize(
+    ("group", "head", "kept"),
+    [
+        (1.0, 0.94, "none"),
+        (1.0, 0.96, "proj"),
+        (0.5, 0.8, "proj"),
+        (1.0, None, "proj"),
+        (None, 1.0, "none"),
+        (None, None, "proj"),
+    ],
+)
+def test_a_query_per_head_is_kept_if_its_held_out_kl_is_clearly_lower(group, head, kept, tmp_path, monkeypatch):
+    runs = [tmp_path / "proj", tmp_path / "none"]
+    for run, kl in zip(runs, (group, head), strict=True):
+        bank = GateBank.for_model(tiny_model("llama"), GateConfig(block_size=16, q_pooling=run.name))
+        bank.training_record = {"kl_held_out": kl}
+        bank.save_pretrained(run)
+    monkeypatch.setattr(tune, "_train", lambda config, steps: runs)
+    config = replace(load_train_config("tiny-reasoner"), output_dir=str(tmp_path / "out" / "training"))
+    tune._Job(None, config, []).train(20)
+    assert GateBank.from_pretrained(tmp_path / "out" / "gates").config.q_pooling == kept
+
+
 STOPPED = f"""
 import os, signal, sys
 from seergate.cli import main, tune
@@ -196,7 +222,9 @@ def test_all_of_it_killed_and_continued(model, data, tmp_path, monkeypatch):
     piped = {"env": {**os.environ, "PYTHONPATH": str(ROOT)}, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
     process = subprocess.Popen([sys.executable, "-c", STOPPED, "go", *command, "--out", str(out)], **piped)
     deadline = time.monotonic() + 250
-    while not list(out.glob("gates/checkpoints/step-*")) and process.poll() is None and time.monotonic() < deadline:
+    while (
+        not list(out.glob("training/*/checkpoints/step-*")) and process.poll() is None and time.monotonic() < deadline
+    ):
         time.sleep(0.01)
     process.kill()
     process.communicate()
@@ -243,7 +271,12 @@ def test_all_of_it_killed_and_continued(model, data, tmp_path, monkeypatch):
     assert third.startswith("So ") and third.endswith(".")
     assert gates == f"gates: {out / 'gates'}" and report == f"report: {out / 'report.html'}"
     assert "needle" in (out / "report.md").read_text() and "perplexity" in (out / "report.md").read_text()
+    group, head = (
+        json.loads((out / "training" / pooling / CONFIG_FILE).read_text())["training"]["kl_held_out"]
+        for pooling in ("proj", "none")
+    )
     trained = json.loads((out / "gates" / CONFIG_FILE).read_text())["training"]["config"]
+    assert 0 < group != head > 0 and trained["q_pooling"] == ("none" if head < 0.95 * group else "proj")
     assert (trained["max_steps"], trained["block_size"], trained["init"]) == (steps, 16, "model")
     held_out = {json.loads(line)["text"] for line in (out / "held_out.jsonl").read_text().splitlines()}
     learned = {json.loads(line)["text"] for line in (out / "train.jsonl").read_text().splitlines()}
