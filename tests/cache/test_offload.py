@@ -14,7 +14,7 @@ from seergate.paths import shipped
 from tests.decode.test_decode import BLOCK, gates, selector
 from tests.support.decoding import Decoding
 from tests.support.models import left_padded, prompt, tiny_model
-from tests.support.running import refused
+from tests.support.running import invalid, refused
 
 HEADS, DIM, LAYERS = 2, 16, 2
 BLOCK_BYTES = 2 * BLOCK * DIM * 4
@@ -164,11 +164,9 @@ def test_refusals(model):
         ({"memory_bytes": 1, "store": "tape"}, 'store is \'tape\'; it must be "disk" or "host"'),
         ({"memory_bytes": 1, "folder": "/nowhere"}, "folder is '/nowhere'; it must be a folder that exists"),
     ):
-        with pytest.raises(ValueError, match=message):
-            Offload(**options)
+        invalid(message, Offload, **options)
     for given in ("disk", 10**9, True):
-        with pytest.raises(ValueError, match=f"storage is {given!r}; it must be a seergate.Offload, "):
-            seergate.attach(model, bank, storage=given)
+        invalid(f"storage is {given!r}; it must be a seergate.Offload, ", seergate.attach, model, bank, storage=given)
     given = model, methods.Gate(bank=bank, token_budget=4 * BLOCK), {"input_ids": prompt(20)}, 2
     refused("memory_bytes is 1, which is 0 blocks in each of 2 layers", run, *given, Offload(1))
     enough = room_for(HEADS * 4)

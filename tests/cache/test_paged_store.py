@@ -15,7 +15,7 @@ from seergate.methods import Dense, Gate
 from seergate.methods.selecting import page_tokens
 from tests.decode.test_decode import gates
 from tests.support.models import tiny_model
-from tests.support.running import refused
+from tests.support.running import invalid, refused
 
 SIZE = 3
 INDEX = strategies.integers(0, 2**16)
@@ -190,8 +190,7 @@ def test_refusals():
     refused("a row of 8 tokens cannot be cropped to 9", store.crop, [4, 9])
     for option in ("block_size", "max_blocks"):
         for wrong in (0, -1, 2.5, True):
-            with pytest.raises(ValueError, match=f"{option} is {wrong}; it must be a whole number, 1 or greater"):
-                Paging(**{option: wrong})
+            invalid(f"{option} is {wrong}; it must be a whole number, 1 or greater", Paging, **{option: wrong})
 
 
 def test_pages_hold_whole_blocks_of_the_method():

@@ -12,7 +12,7 @@ from tests.cache.test_offload import offloaded_is_in_memory, room_for, run
 from tests.decode.test_decode import BLOCK, gates
 from tests.decode.test_static import decoded_as_one_graph
 from tests.support.models import left_padded, prompt
-from tests.support.running import refused
+from tests.support.running import invalid, refused
 
 SHARED = ("gate", "oracle", "quest", "random")
 
@@ -103,11 +103,8 @@ def test_what_does_not_fit_is_refused():
         ({"budget_share": 0.1, "budget_min": 6.5}, "budget_min is 6.5; it must be a whole number, 1 or greater"),
         ({"budget_share": 0.1, "compat": "published"}, "whose code has neither budget_share nor top_p"),
     ):
-        with pytest.raises(ValueError, match=message):
-            DecodeConfig(**options)
+        invalid(message, DecodeConfig, **options)
     with pytest.raises(ValueError, match="budget_max is 8; with block_size 8 and 1 sink blocks"):
         methods.Oracle(budget_share=0.1, budget_max=8, block_size=8, sink_blocks=1)
-    with pytest.raises(ValueError, match="min_pages is 3 without a token budget"):
-        methods.Quest(budget_share=0.1, min_pages=3)
-    with pytest.raises(ValueError, match="resa reads a share of the blocks and at least token_budget tokens"):
-        methods.ReSA(budget_share=0.1)
+    invalid("min_pages is 3 without a token budget", methods.Quest, budget_share=0.1, min_pages=3)
+    invalid("resa reads a share of the blocks and at least token_budget tokens", methods.ReSA, budget_share=0.1)

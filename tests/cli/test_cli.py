@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from seergate import GateBank, GateConfig, SeergateError
+from seergate import GateBank, GateConfig
 from seergate.cli.console import say_report
 from seergate.cli.main import COMMANDS
 from seergate.eval.report.write import Report
@@ -103,8 +103,7 @@ def test_a_device_that_is_missing_is_told_with_those_that_are_there():
 def test_a_server_has_the_gpu_for_itself(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert load_model("checkpoints/tiny-reasoner", engine="vllm").device.type == "cpu"
-    with pytest.raises(SeergateError, match="'auto'"):
-        load_model("checkpoints/tiny-reasoner")
+    refused("'auto'", load_model, "checkpoints/tiny-reasoner")
 
 
 def test_gates_of_a_model_are_found_beside_it(tmp_path):

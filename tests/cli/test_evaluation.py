@@ -18,7 +18,7 @@ from seergate.eval.store import read_samples
 from seergate.eval.sweep_plan import SweepPlan, named_gates
 from tests.support import evaluation as support
 from tests.support.models import tiny_model
-from tests.support.running import output_of, refusal, refused, run_seergate
+from tests.support.running import invalid, output_of, refusal, refused, run_seergate
 
 
 def output(*arguments):
@@ -154,8 +154,7 @@ def test_single_values_stand_for_lists():
 
 def test_gates_and_block_sizes_must_agree():
     plan = SweepPlan(block_size=[8, 32], budget=[64])
-    with pytest.raises(ValueError, match="block_size is 32, but these gates have 8"):
-        plan.specs(plan.make_task(), [8])
+    invalid("block_size is 32, but these gates have 8", plan.specs, plan.make_task(), [8])
     labels = [spec.label for spec in plan.specs(plan.make_task(), [8, 32])]
     assert labels == ["dense", "gate-64-b8", "gate-64-b32"]
 

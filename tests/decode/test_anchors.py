@@ -16,7 +16,7 @@ from tests.cache.test_offload import run
 from tests.decode.test_decode import BLOCK, SELECTING, gates, selector
 from tests.decode.test_static import compiled, decoded_as_one_graph
 from tests.support.models import left_padded, prompt, tiny_model
-from tests.support.running import ended_by
+from tests.support.running import ended_by, invalid
 
 LAYERS = 4
 PLAN = (0, 2)
@@ -145,8 +145,7 @@ def test_what_does_not_fit_is_refused(deep, bank):
         (methods.make_method, ("h2o",), {"anchors": (0,)}, "has no option 'anchors'"),
         (methods.make_method, ("h2o+gate",), planned, "with anchors, as every layer evicts for itself"),
     ):
-        with pytest.raises(ValueError, match=message):
-            call(*given, **options)
+        invalid(message, call, *given, **options)
 
 
 def test_a_choice_goes_to_the_device_of_the_layer_that_reads_it():

@@ -16,7 +16,7 @@ from seergate.models.hooks import ATTENTION_NAME, QKHook
 from seergate.models.rope import Rotary
 from tests.decode.test_decode import BLOCK, gates
 from tests.support.models import left_padded, prompt, tiny_model
-from tests.support.running import ended_by, refused
+from tests.support.running import ended_by, invalid, refused
 
 
 def after_decoding(model, read):
@@ -93,10 +93,8 @@ def test_a_model_and_its_peft_wrapper_are_one(model):
             assert seergate.handle_of(other) is handle
             wrapped.generate(input_ids=prompt(60), max_new_tokens=6, prefill_chunk_size=1)
             assert handle.stats()["steps"] == 5, "prompts are known as prompts"
-            with pytest.raises(SeergateError, match="has a method attached already"):
-                seergate.attach(other, "quest")
-        with pytest.raises(SeergateError, match="no method is attached"):
-            seergate.handle_of(one)
+            refused("has a method attached already", seergate.attach, other, "quest")
+        refused("no method is attached", seergate.handle_of, one)
     assert "_prefill" not in vars(base)
     prompts = peft.PromptTuningConfig(num_virtual_tokens=4, task_type="CAUSAL_LM")
     refused("prompt tuning", seergate.attach, peft.get_peft_model(tiny_model("qwen3"), prompts), "quest")
@@ -201,8 +199,7 @@ def test_methods_with_a_correction_of_their_own(model):
             assert handle.stats()["rectification"]["every"] == every
     with seergate.attached(model, methods.ReSA(**options, rectify_every=None)) as handle:
         assert "rectification" not in handle.stats()
-    with pytest.raises(ValueError, match="every is 0"):
-        methods.ReSA(**options, rectify_every=0)
+    invalid("every is 0", methods.ReSA, **options, rectify_every=0)
 
 
 def test_the_dense_implementation_sees_its_own_name(model):
@@ -229,10 +226,8 @@ def test_flex_attention_is_refused_before_and_after_a_method_is_attached():
     model = tiny_model("qwen3")
     with seergate.attached(model, "quest", token_budget=32, block_size=8), torch.no_grad():
         model.set_attn_implementation("flex_attention")
-        with pytest.raises(SeergateError, match="masks do not tell padding"):
-            model(prompt(20), past_key_values=DynamicCache())
-    with pytest.raises(SeergateError, match="masks do not tell padding"):
-        seergate.attach(model, "quest")
+        refused("masks do not tell padding", model, prompt(20), past_key_values=DynamicCache())
+    refused("masks do not tell padding", seergate.attach, model, "quest")
 
 
 @pytest.mark.parametrize("place", ["self_attn.q_proj", "mlp", "between chunks"])
@@ -406,8 +401,7 @@ def test_a_pass_that_ended_before_or_after_all_gated_layers(static, where, held)
         model(ids[:, :40], past_key_values=cache)
         with ended_by(KeyboardInterrupt, model.model.layers[where].mlp):
             model(ids[:, 40:], past_key_values=cache)
-        with pytest.raises(SeergateError, match=f"{held} tokens and others 4[01]: .*; start a new one"):
-            model(ids[:, 40:], past_key_values=cache)
+        refused(f"{held} tokens and others 4[01]: .*; start a new one", model, ids[:, 40:], past_key_values=cache)
 
 
 @pytest.mark.parametrize("where", ["model", "configuration"])
@@ -460,11 +454,9 @@ def test_a_backward_pass_through_cached_tokens_is_refused(model, new, static):
         if not static:
             logits.sum().backward()
         later = model(ids[:, 40 : 40 + new], past_key_values=cache).logits
-        with pytest.raises(SeergateError, match="no gradient flows through decoded or cached tokens"):
-            later.sum().backward()
+        refused("no gradient flows through decoded or cached tokens", later.sum().backward)
         model.requires_grad_(False)
         for layer in model.model.layers:  # as with an adapter of the values
             layer.self_attn.v_proj.weight.requires_grad_(True)
         later = model(ids[:, 59:], past_key_values=cache).logits
-        with pytest.raises(SeergateError, match="no gradient flows through decoded or cached tokens"):
-            later.sum().backward()
+        refused("no gradient flows through decoded or cached tokens", later.sum().backward)

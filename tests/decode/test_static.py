@@ -19,7 +19,6 @@ from seergate.cache.rows import Rows
 from seergate.cache.storage import DynamicStorage
 from seergate.decode.stats import DecodeStats
 from seergate.decode.step import gated_attention
-from seergate.errors import SeergateError
 from seergate.methods.base import Step
 from seergate.models import hooks as call
 from seergate.ops import backend
@@ -27,7 +26,7 @@ from tests.decode.test_decode import BLOCK, gates
 from tests.support.decoding import Decoding
 from tests.support.models import left_padded, prompt, tiny_model
 from tests.support.operators import Operators
-from tests.support.running import ROOT
+from tests.support.running import ROOT, refused
 
 FIGURES = (
     *("steps", "density", "density_per_layer", "blocks_per_head", "tokens_per_head", "resident_tokens_per_layer"),
@@ -146,8 +145,7 @@ def test_overflow_is_refused_before_the_write(monkeypatch):
         monkeypatch.undo()
         kept = cache.layers[0].storage.keys.clone()
         for _ in range(2):
-            with pytest.raises(SeergateError, match="room for 20 tokens; 20 are there and 1 more"):
-                model(prompt(1), past_key_values=cache)
+            refused("room for 20 tokens; 20 are there and 1 more", model, prompt(1), past_key_values=cache)
             assert torch.equal(cache.layers[0].storage.keys, kept)
             for layer in cache.layers:
                 layer.crop(-1)
@@ -159,8 +157,7 @@ def test_overflow_is_refused_before_the_write(monkeypatch):
         for layer in cache.layers:
             layer.crop(-2)
         model(prompt(2), past_key_values=cache)
-        with pytest.raises(SeergateError, match="room for 20 tokens"):
-            model(prompt(1), past_key_values=cache)
+        refused("room for 20 tokens", model, prompt(1), past_key_values=cache)
 
 
 tensor = partial(torch.empty, device="meta")

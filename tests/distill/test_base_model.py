@@ -24,7 +24,7 @@ from seergate.distill.losses.teacher_forward import distill_step
 from seergate.models.loading import base_config, load_base
 from tests.distill.conftest import Recorder, assert_identical, state, trained, weights
 from tests.support.models import prompt, tiny_model
-from tests.support.running import output_of, refused
+from tests.support.running import invalid, output_of, refused
 
 ALONE = DistributedState(0, 1, 0, torch.device("cpu"))
 
@@ -134,8 +134,7 @@ def test_scaled_rope_turns_no_more_of_a_head_than_the_models_own(config: TrainCo
     ],
 )
 def test_options_that_contradict_one_another_are_refused(config, options, why):
-    with pytest.raises(ValueError, match=f"^{list(options)[-1]} is .*; {why}"):
-        replace(config, **options)
+    invalid(f"^{list(options)[-1]} is .*; {why}", replace, config, **options)
 
 
 def test_layers_on_disk_train_the_same_gates(config: TrainConfig, tmp_path: Path) -> None:

@@ -14,7 +14,6 @@ from seergate.distill import TrainConfig, load_train_config
 from seergate.distill.data import prepare_data, token_files, tokenise
 from seergate.distill.formatting import Formatter, MalformedRow, answer_turn, question, training_template
 from seergate.distill.sources import TRAINING_SEEDS, streamed
-from seergate.errors import SeergateError
 from seergate.eval.tasks.chain_sum import make_problems
 from seergate.eval.tasks.prompts import prompt_text
 from seergate.eval.tasks.task import Problem
@@ -386,8 +385,7 @@ def test_tokens_that_another_process_has_made_need_no_source(data_config, plain)
     made = prepare_data(data_config, plain)
     Path(data_config.data).unlink()
     assert prepare_data(data_config, plain, False, files).fingerprint == made.fingerprint
-    with pytest.raises(SeergateError, match="does not exist"):  # a machine that does not see the files makes its own
-        prepare_data(data_config, plain, False, [["elsewhere.arrow"]])
+    refused("does not exist", prepare_data, data_config, plain, False, [["elsewhere.arrow"]])  # files it cannot see
 
 
 def test_a_full_disk_is_named(data_config: TrainConfig, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -19,7 +19,7 @@ from seergate.eval.sweep_plan import SweepPlan
 from seergate.models.gate_bank import GateBank
 from tests.support import evaluation as support
 from tests.support.killed_run import compared
-from tests.support.running import refused
+from tests.support.running import invalid, refused
 
 OPTIONS = RunOptions(samples=2, max_new_tokens=60, batch_size=2, sampling=Sampling(temperature=1.0))
 SPECS = [MethodSpec("dense"), *(MethodSpec("gate", 32, size, named_block_size=True) for size in (8, 16))]
@@ -135,8 +135,7 @@ def test_workers_need_a_loader_and_ray(tmp_path, saved, monkeypatch):
     task = make_task("chain_sum", problems=2, variables=6)
     arguments = (support.model(), support.tokenizer(), task, SPECS[:1], tmp_path, OPTIONS)
     refused("need a loader", sweep, *arguments, workers=1)
-    with pytest.raises(ValueError, match="workers is -1"):
-        sweep(*arguments, workers=-1)
+    invalid("workers is -1", sweep, *arguments, workers=-1)
     monkeypatch.setitem(sys.modules, "ray", None)
     message = r"several workers need Ray; run: pip install .*\[ray\]"
     refused(message, sweep, *arguments, loader=partial(load, saved), workers=1)

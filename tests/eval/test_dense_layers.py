@@ -16,7 +16,7 @@ from seergate.pretrained import load_tokenizer
 from tests.decode.test_decode import BLOCK, gates
 from tests.support import evaluation as support
 from tests.support.models import prompt, tiny_model
-from tests.support.running import output_of, refusal, refused, run_seergate
+from tests.support.running import invalid, output_of, refusal, refused, run_seergate
 
 TINY = shipped("checkpoints/tiny-reasoner")
 
@@ -81,8 +81,7 @@ def test_what_cannot_be_told_apart_is_refused(deep, texts, monkeypatch):
             r"the method has anchors \[0\]; find dense layers with gates for e",
         ),
     ):
-        with pytest.raises(ValueError, match=message):
-            find_dense_layers(deep, replace(method, **change), texts, count)
+        invalid(message, find_dense_layers, deep, replace(method, **change), texts, count)
     monkeypatch.setattr(deep.config, "max_position_embeddings", 80)
     refused("the longest text has 89 tokens; the model has 80 positions", find_dense_layers, deep, method, texts, 1)
     message, task = "no right answer of two tokens or more to compare on; take var", make_task("chain_sum", problems=1)

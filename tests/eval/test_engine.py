@@ -24,7 +24,7 @@ from tests.support.evictors import EVICTORS
 from tests.support.evictors import _with_gate as with_gate
 from tests.support.models import prompt as random_prompt
 from tests.support.models import tiny_model
-from tests.support.running import refused
+from tests.support.running import invalid, refused
 
 
 def requests_for(prompts):
@@ -300,8 +300,7 @@ def test_the_limit_may_count_the_prompt():
     assert [Limit(10).of(500), Limit(10, 100).of(95)] == [10, 5]
     assert [Limit(None, 100).of(length) for length in (60, 100)] == [40, 0]
     for wrong, message in (((0,), "max_new_tokens is 0"), ((), "neither")):
-        with pytest.raises(ValueError, match=message):
-            Limit(*wrong)
+        invalid(message, Limit, *wrong)
 
 
 def test_the_end_token_ends_an_answer():
@@ -368,8 +367,7 @@ def test_a_generation_configuration_that_is_not_followed_is_refused():
 
 def test_bad_sampling_is_refused():
     for name, value in {"temperature": -1, "top_p": 0, "top_k": -1, "min_p": 1, "repetition_penalty": 0}.items():
-        with pytest.raises(ValueError, match=f"{name} is"):
-            Sampling(**{name: value})
+        invalid(f"{name} is", Sampling, **{name: value})
 
 
 FACTORS = {"short_factor": [1.0] * 8, "long_factor": [4.0] * 8, "original_max_position_embeddings": 64}

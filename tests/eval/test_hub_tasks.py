@@ -14,7 +14,7 @@ from seergate.eval.sampling import Sampling
 from seergate.eval.tasks.hub_tasks import HUB_TASKS
 from seergate.eval.tasks.registry import make_task
 from tests.support import evaluation as support
-from tests.support.running import refused
+from tests.support.running import invalid, refused
 
 
 def write(path, records):
@@ -144,8 +144,7 @@ def test_files_that_hold_no_problems_are_named(tmp_path, name, text, said):
 
 def test_without_a_hub_one_line_names_the_option_for_a_copy(monkeypatch, caplog):
     """At once: the libraries that read from it try again for half a minute, and say so each time."""
-    with pytest.raises(ValueError, match="problems is 0"):
-        make_task("aime24", problems=0)
+    invalid("problems is 0", make_task, "aime24", problems=0)
     monkeypatch.setattr(constants, "ENDPOINT", "http://127.0.0.1:9")
     for name, option in (("aime24", "--task-source"), ("gsm8k:shots=1", "--shots-source")):
         refused(f"give its path as {option}.*: the Hub could not be asked", make_task(name).problems)

@@ -20,7 +20,7 @@ from seergate.eval.settings import grid
 from seergate.eval.store import read_samples
 from seergate.eval.sweep_plan import SweepPlan
 from tests.support import evaluation as support
-from tests.support.running import output_of, run_seergate
+from tests.support.running import output_of, refused, run_seergate
 
 
 @given(st.lists(st.integers(0, 50), min_size=1, max_size=60), st.integers(0, 1200), st.booleans())
@@ -245,5 +245,4 @@ def test_what_has_a_budget_of_its_own_is_run_and_matched_to(tmp_path):
 )
 def test_what_cannot_be_matched_is_refused(values, said):
     plan = SweepPlan.of({"method": ["dense", "oracle"], **values})
-    with pytest.raises(SeergateError, match=said):
-        plan.specs(plan.make_task(), [8, 16])
+    refused(said, plan.specs, plan.make_task(), [8, 16])

@@ -4,14 +4,13 @@ from dataclasses import replace
 
 import pytest
 
-from seergate.errors import SeergateError
 from seergate.eval import MethodSpec, RunOptions, Sampling, environment, make_task, store
 from seergate.eval.run_plan import run_plan
 from seergate.eval.sweep_plan import SweepPlan
 from tests.eval.test_runner import small
 from tests.support import evaluation as support
 from tests.support.evaluation import edit_samples
-from tests.support.running import refused
+from tests.support.running import invalid, refused
 
 
 def test_samples_without_their_settings_are_refused(tmp_path):
@@ -39,8 +38,7 @@ def test_a_run_on_a_gpu_may_continue_on_another_host(tmp_path):
     settings["environment"] |= {"hardware": hardware | {"cpu": "another", "cores": 16}}
     store.pin(tmp_path, settings, finished=False)
     settings["environment"] |= {"hardware": hardware | {"gpu": "H100"}}
-    with pytest.raises(SeergateError, match="environment.hardware.gpu was 'H200' and is 'H100'"):
-        store.pin(tmp_path, settings, finished=False)
+    refused("environment.hardware.gpu was 'H200' and is 'H100'", store.pin, tmp_path, settings, finished=False)
 
 
 def with_yarn(model):
@@ -110,8 +108,7 @@ def test_several_greedy_samples_are_refused(tmp_path):
     task = make_task(str(path), grader="exact")
     RunOptions(samples=2).check(task)
     for options in ({}, {"task": task, "max_new_tokens": 4}):
-        with pytest.raises(ValueError, match="samples is 2; with greedy decoding"):
-            small(out, samples=2, **options)
+        invalid("samples is 2; with greedy decoding", small, out, samples=2, **options)
         assert not out.exists()
     model, methods = str(support.save(tmp_path / "model")), ["dense", "lazy_eviction:window=auto"]
     asked = {"task": str(path), "task_options": {"grader": "exact"}, "samples": 2, "max_new_tokens": 4}

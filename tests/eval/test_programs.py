@@ -17,7 +17,7 @@ from seergate.eval.grading.programs import FIELDS, answered_program, check_progr
 from seergate.eval.store import in_order, read_samples
 from seergate.eval.tasks.registry import make_task
 from tests.support import evaluation as support
-from tests.support.running import output_of, refusal, refused, run_seergate
+from tests.support.running import invalid, output_of, refusal, refused, run_seergate
 
 PROBLEMS = read_problems()
 GOLD = json.dumps({"prompt": "def f():\n", "test": "def check(g):\n    assert g() == 1\n", "entry_point": "f"})
@@ -208,8 +208,7 @@ def test_the_task(tmp_path):
         ("foo", "is no grader 'foo'"),
     ):
         refused(message, make_task, str(file.with_suffix(".jsonl")), grader=grader)
-    with pytest.raises(ValueError, match="problems is 0"):
-        make_task("humaneval", problems=0)
+    invalid("problems is 0", make_task, "humaneval", problems=0)
 
 
 def test_numbers_of_system_calls_are_the_kernels():

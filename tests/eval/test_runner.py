@@ -19,7 +19,7 @@ from tests.support import killed_run
 from tests.support.evaluation import edit_samples
 from tests.support.killed_run import compared
 from tests.support.models import tiny_model
-from tests.support.running import refused
+from tests.support.running import invalid, refused
 
 FIELDS = {"task", "problem_id", "sample_idx", "seed", "prompt", "completion", "n_tokens", "finish_reason", "pred"}
 FIELDS |= {"gold", "correct", "density"}
@@ -301,8 +301,6 @@ def test_settings_are_checked_before_work(tmp_path):
         ([MethodSpec("dense")], {"engine": "vllm"}, workers, "'vllm', a server, which generates without workers"),
         (grid(["oracle"], [32], 8), {"measure_recall": True}, {}, "measure_recall needs dense among the methods"),
     ):
-        with pytest.raises(ValueError, match=message):
-            sweep(*arguments, specs, tmp_path / "out", RunOptions(**options), **given)
+        invalid(message, sweep, *arguments, specs, tmp_path / "out", RunOptions(**options), **given)
     assert not (tmp_path / "out").exists()
-    with pytest.raises(ValueError, match="batch_size is 0"):
-        evaluate(*arguments, MethodSpec("dense"), tmp_path / "out", RunOptions(batch_size=0))
+    invalid("batch_size is 0", evaluate, *arguments, MethodSpec("dense"), tmp_path / "out", RunOptions(batch_size=0))

@@ -22,7 +22,7 @@ from seergate.eval.sweep_plan import SweepPlan
 from seergate.models.attach import attached
 from seergate.serving.common.settings import Settings
 from tests.support import evaluation as support
-from tests.support.running import refused
+from tests.support.running import invalid, refused
 
 
 @pytest.mark.parametrize(
@@ -104,8 +104,7 @@ def test_methods_that_take_no_threshold_run_with_budgets_only():
     without = [spec.label for spec in SweepPlan(method=texts[:3], threshold=[0.01]).specs(task, [8])]
     resa, window = ([f"{name}-{budget}" for budget in task.budgets] for name in ("resa", "streaming_llm"))
     assert without == [*resa, "gate-threshold=0.01", *window]
-    with pytest.raises(ValueError, match="it has no other rule"):
-        grid(["resa:threshold=0.1"], [64], 8)[0].method(None)
+    invalid("it has no other rule", grid(["resa:threshold=0.1"], [64], 8)[0].method, None)
     refused("'resa' needs a token budget", grid, ["resa"], [], 8, thresholds=[0.1])
 
 
@@ -165,8 +164,7 @@ def test_gates_are_evaluated_as_they_ask_to_be():
     method = MethodSpec("gate", options={"threshold": 0.1, "compat": None}, dense_layers=()).method(bank)
     assert (method.compat, method.threshold, method.dense_layers) == (None, 0.1, ())
     assert MethodSpec("gate", token_budget=64).describe(bank)["compat"] == "published"
-    with pytest.raises(ValueError, match="whose code has no eviction"):
-        MethodSpec("h2o+gate", 64, options={"read_budget": 32}).method(bank)
+    invalid("whose code has no eviction", MethodSpec("h2o+gate", 64, options={"read_budget": 32}).method, bank)
 
 
 @pytest.mark.slow
@@ -305,5 +303,4 @@ def test_rectification_is_an_option_of_the_text():
         ("quest:lossless=true", "has no option 'lossless'"),
         ("h2o:rectify_every=8", "has no option 'rectify_every'"),
     ):
-        with pytest.raises(ValueError, match=message):
-            grid([text], [64], 16)
+        invalid(message, grid, [text], [64], 16)

@@ -6,7 +6,7 @@ from seergate.eval.calibration.calibrator import other_problems
 from seergate.eval.tasks.chain_sum import TRAINING_SEEDS, make_problems
 from seergate.eval.tasks.registry import make_task
 from seergate.eval.tasks.task import as_text, contents_hash
-from tests.support.running import refused
+from tests.support.running import invalid, refused
 
 
 def test_chain_sum_is_reproducible_and_extends():
@@ -34,8 +34,7 @@ def test_the_limit_leaves_room_for_the_right_answer():
     ],
 )
 def test_mistakes_are_told(name, options, said):
-    with pytest.raises(ValueError, match=said):
-        make_task(name, **options)
+    invalid(said, make_task, name, **options)
 
 
 def test_jsonl(tmp_path):

@@ -17,7 +17,7 @@ from tests.gates.conftest import GONE, set_entries
 from tests.gates.test_adapter_safety import Bomb
 from tests.support.models import prompt, tiny_model
 from tests.support.published import RELEASES, PublishedGate, Release
-from tests.support.running import output_of, refusal, refused, run_seergate
+from tests.support.running import invalid, output_of, refusal, refused, run_seergate
 from tests.support.steps import step
 
 SMALL = Release("small", "qwen3", 2, 4, 2, 64, 96, 128, 0.0, head_dim=128)
@@ -121,8 +121,7 @@ def test_it_is_read_wherever_gates_are_and_decodes_as_published_unless_told_othe
             tokens.append(model.generate(input_ids=prompt(300), max_new_tokens=8))
     assert all(torch.equal(each, tokens[0]) for each in tokens)
     for wrong in ({"top_p": 0.9}, {"config": DecodeConfig(top_p=0.9)}):
-        with pytest.raises(ValueError, match='compat is "published".*or pass compat=None'):
-            seergate.load(published, **wrong)
+        invalid('compat is "published".*or pass compat=None', seergate.load, published, **wrong)
     bank.decode_defaults = {"threshold": 0.25}
     assert methods.make_method("gate", bank=bank).threshold == 0.25
     assert methods.make_method("gate", bank=bank, token_budget=128).threshold is None

@@ -1,13 +1,12 @@
 """Subset and conversion of adapters, and the commands about them."""
 
-import pytest
 import torch
 
 import seergate
 from seergate import GateBank
 from seergate.fingerprint import fingerprint
 from tests.support.models import prompt
-from tests.support.running import output_of, refusal, refused, run_seergate
+from tests.support.running import invalid, output_of, refusal, refused, run_seergate
 
 
 def filled(like, value, dtype=torch.float32):
@@ -50,8 +49,7 @@ def test_subset_and_conversion(bank, model, tmp_path):
     filled(bank, 1e6).save_pretrained(tmp_path)
     message = "these gates in torch.float16: the tensor .* holds values that are not finite"
     refused(message, GateBank.from_pretrained, tmp_path, dtype=torch.float16)
-    with pytest.raises(ValueError, match=r"dtype is 'bfloat16'; it must be torch.bfloat16 or"):
-        GateBank.from_pretrained(tmp_path, dtype="bfloat16")
+    invalid(r"dtype is 'bfloat16'; it must be torch.bfloat16 or", GateBank.from_pretrained, tmp_path, dtype="bfloat16")
     refused("without an option 'torch_dtype'", GateBank.from_pretrained, tmp_path, torch_dtype=torch.bfloat16)
     refused("dtype torch.int8; it must be one of", bank.cast, torch.int8)
 

@@ -10,7 +10,7 @@ from seergate.models.published import export_published
 from seergate.models.resolving import method_of
 from seergate.serving.common.settings import Settings
 from tests.support.models import gates, prompt, tiny_model
-from tests.support.running import output_of, refused
+from tests.support.running import invalid, output_of, refused
 
 SIZE = 8
 
@@ -29,8 +29,7 @@ def test_they_are_saved_and_shown(model, tmp_path, scorer, sinks):
 def test_the_published_code_and_other_gates_are_refused(model, tmp_path):
     bank = gates(tiny_model("qwen3"), sink_blocks=1)
     refused(r"cannot use these gates: .*sink_blocks is 1 \(they have none\)", export_published, bank, tmp_path)
-    with pytest.raises(ValueError, match='compat is "published"'):
-        Gate(bank=bank, token_budget=64, compat="published")
+    invalid('compat is "published"', Gate, bank=bank, token_budget=64, compat="published")
 
 
 def test_decoding_reads_as_many_as_the_gates_were_trained_with(model):
@@ -51,8 +50,7 @@ def test_decoding_reads_as_many_as_the_gates_were_trained_with(model):
 
 def test_a_budget_must_leave_a_block_to_choose(model):
     bank = gates(model, sink_blocks=2)
-    with pytest.raises(ValueError, match="token_budget is 31; with block_size 8 and 2 sink blocks .* at least 32"):
-        Gate(bank=bank, token_budget=31)
+    invalid("token_budget is 31; with block_size 8 and 2 sink blocks .* at least 32", Gate, bank=bank, token_budget=31)
     assert Gate(bank=bank, token_budget=32).budget == 32
     assert Gate(bank=gates(model), token_budget=16).budget == 16
 

@@ -5,7 +5,7 @@ import pytest
 import torch
 
 import seergate
-from seergate import SeergateError, methods
+from seergate import methods
 from seergate.eval.generation.batch import Batch
 from seergate.eval.generation.costs import RowStats
 from seergate.methods.base import AttentionOutput
@@ -14,7 +14,7 @@ from seergate.methods.kv4bit import packed_pairs, rounded, unpacked, widened
 from tests.support import naive_views
 from tests.support.evictors import model_of
 from tests.support.models import prompt
-from tests.support.running import refused
+from tests.support.running import invalid, refused
 
 
 def test_rounding_by_hand():
@@ -85,8 +85,7 @@ def test_what_the_gate_cannot_work_on():
         (methods.GateOnEvictor(evictor=methods.H2O(), gate=gate), gate, "has a gate already"),
         (methods.H2O(), published, "whose code has no eviction"),
     ):
-        with pytest.raises(ValueError, match=message):
-            methods.GateOnEvictor(evictor=evictor, gate=chosen)
+        invalid(message, methods.GateOnEvictor, evictor=evictor, gate=chosen)
 
 
 def test_gate_on_evictor_by_name():
@@ -103,8 +102,7 @@ def test_gate_on_evictor_by_name():
         ("h2", {}, "did you mean 'h2o'"),
         ("h2o", {"bank": bank}, "has no gates"),
     ):
-        with pytest.raises(ValueError, match=message):
-            methods.make_method(name, **options)
+        invalid(message, methods.make_method, name, **options)
 
 
 def test_reading_less_of_what_is_kept():
@@ -159,10 +157,8 @@ def test_the_gate_never_drops_an_attention_of_the_evictors_own():
 
     model = model_of(4)
     gate, refusal = methods.Gate(bank=naive_views.gate_for(model), token_budget=16), "would replace that method's own"
-    with pytest.raises(ValueError, match=refusal):
-        methods.GateOnEvictor(evictor=Newest(), gate=gate)
+    invalid(refusal, methods.GateOnEvictor, evictor=Newest(), gate=gate)
     with seergate.attached(model, methods.GateOnEvictor(evictor=Making(), gate=gate)):
         assert model.generate(input_ids=prompt(20), max_new_tokens=3).shape[1] == 23
         Making.made = NewestState
-        with pytest.raises(SeergateError, match=refusal):
-            model.generate(input_ids=prompt(20), max_new_tokens=3)
+        refused(refusal, model.generate, input_ids=prompt(20), max_new_tokens=3)

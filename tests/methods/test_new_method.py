@@ -17,7 +17,6 @@ import seergate
 from seergate import methods
 from seergate.cli.main import main
 from seergate.decode.stats import DecodeStats
-from seergate.errors import SeergateError
 from seergate.eval.calibration.calibrator import FRESH, Calibration
 from seergate.eval.report.plots import style
 from seergate.methods import registry
@@ -159,8 +158,7 @@ def test_evaluation_asks_a_new_method(answering, capsys):
     assert main(["calibrate", "short_keys"]) == 2
     assert "one of lazy_eviction, tri_attention, answering" in capsys.readouterr().err
     check_served("answering")
-    with pytest.raises(SeergateError, match="'short_keys' does not run inside a server; it must be .*, answering$"):
-        check_served("short_keys")
+    refused("'short_keys' does not run inside a server; it must be .*, answering$", check_served, "short_keys")
 
 
 class ShortState(methods.SelectingState):

@@ -8,11 +8,12 @@ import pytest
 import torch
 from hypothesis import given, strategies
 
-from seergate import SeergateError, methods
+from seergate import methods
 from seergate.methods.reason_cache.distance import PercentileThreshold, block_distances
 from seergate.methods.reason_cache.evaluator import Evaluator
 from seergate.methods.reason_cache.steps import ReasoningStep, Segmenter, adaptive_threshold, similarity
 from seergate.methods.reason_cache.structure import OPERAND, PLAIN, formal_content
+from tests.support.running import invalid, refused
 
 
 def test_similarity_by_hand():
@@ -267,9 +268,7 @@ def test_refusals(monkeypatch):
         ({"border": r"\b|x"}, "which matches empty text"),
         ({"reads": methods.TOVA()}, "cannot be read with 'tova'"),
     ):
-        with pytest.raises(ValueError, match=message):
-            methods.ReasonCache(**options)
+        invalid(message, methods.ReasonCache, **options)
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(SeergateError, match=r'needs pylatexenc; run: pip install "seergate\[reason\]"'):
-        methods.ReasonCache()
+    refused(r'needs pylatexenc; run: pip install "seergate\[reason\]"', methods.ReasonCache)
     assert methods.ReasonCache(structural_check=False).percentile == 80

@@ -6,20 +6,20 @@ import numpy as np
 import pytest
 import torch
 
-from seergate import SeergateError, methods
+from seergate import methods
 from seergate.cli.main import main
 from seergate.eval.calibration.query_centres import query_centres
 from seergate.eval.calibration.recurrence import measure_recurrence, window_of
 from tests.support.evictors import model_of
 from tests.support.models import prompt
 from tests.support.naive import Lazy, Simulation
+from tests.support.running import invalid, refused
 
 
 def test_windows_by_hand():
     mri = np.array([0, 1, 1, 2, 3, 5, 8, 40, 2, 3])
     assert [window_of(mri, share) for share in (0.1, 0.5, 0.8, 0.9, 1.0)] == [1, 2, 5, 8, 40]
-    with pytest.raises(ValueError, match="share is 0"):
-        window_of(mri, 0)
+    invalid("share is 0", window_of, mri, 0)
 
 
 def test_intervals_are_those_of_the_definition():
@@ -44,8 +44,7 @@ def test_centres_count_every_query():
     model = model_of(4)
     centres = query_centres(model, [prompt(20, 1)[0].tolist(), prompt(30, 2)[0].tolist()], max_new_tokens=5)
     assert centres.tokens == 50 + 2 * 4
-    with pytest.raises(SeergateError, match="no token was generated"):
-        measure_recurrence(model, [[3, 4, 5]], max_new_tokens=1)
+    refused("no token was generated", measure_recurrence, model, [[3, 4, 5]], max_new_tokens=1)
 
 
 def test_the_command_takes_prompts_that_ask_for_no_box(tmp_path, capsys):
@@ -76,8 +75,8 @@ def test_the_command(method, tmp_path, capsys):
     wrong = tmp_path / "notes.txt"
     wrong.write_text("mine")
     capsys.readouterr()
-    for refused, name in ((other, target), (method, wrong), (method, tmp_path)):
-        assert main(["calibrate", refused, "--problems", "2", "--max-new-tokens", "4", "--out", str(name)]) == 2
+    for given, name in ((other, target), (method, wrong), (method, tmp_path)):
+        assert main(["calibrate", given, "--problems", "2", "--max-new-tokens", "4", "--out", str(name)]) == 2
         output = capsys.readouterr()
         assert str(name) in output.err and output.err.count("\n") == 1 and "answering" not in output.out
     assert target.read_bytes() == before and wrong.read_text() == "mine"

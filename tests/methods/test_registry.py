@@ -17,7 +17,7 @@ from seergate.methods import LayerSpec, registry
 from tests.support.evictors import centres
 from tests.support.models import tiny_model
 from tests.support.naive_views import retention_for
-from tests.support.running import output_of
+from tests.support.running import invalid, output_of, refused
 
 
 @pytest.fixture
@@ -112,8 +112,7 @@ def test_refusals():
         (lambda: methods.Random(threshold=0.1), "random has no probabilities of blocks"),
         (lambda: methods.Random(top_p=0.9), "random has no probabilities of blocks"),
     ):
-        with pytest.raises(ValueError, match=message):
-            attempt()
+        invalid(message, attempt)
 
 
 def test_gates_are_equal_if_their_weights_are(model):
@@ -163,8 +162,7 @@ def test_registering():
         (type("Odd", (methods.Quest,), {"name": "a:b"}), r"Odd.name is 'a:b'; it must be of letters"),
         (type("Two", (methods.Quest,), {"name": "two", "calibrates": {"a": "m:A", "b": "m:B"}}), "calibrates a, b"),
     ):
-        with pytest.raises(SeergateError, match=message):
-            methods.register(kind)
+        refused(message, methods.register, kind)
 
 
 @pytest.mark.usefixtures("known")
@@ -178,8 +176,7 @@ def test_subclasses_of_gate_are_gates():
     bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16))
     method = methods.make_method("sharper", bank=bank, token_budget=64, power=3.0)
     assert (method.power, method.token_budget, method.block_size) == (3.0, 64, 8)
-    with pytest.raises(SeergateError, match="'sharper' needs gates"):
-        methods.make_method("sharper")
+    refused("'sharper' needs gates", methods.make_method, "sharper")
 
 
 @pytest.mark.usefixtures("known")
@@ -189,15 +186,13 @@ def test_plugins(tmp_path, monkeypatch):
     (tmp_path / "registers_mine.py").write_text(text)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "path", list(sys.path))
-    with pytest.raises(SeergateError, match="there is no method 'mine'"):
-        methods.method_class("mine")
+    refused("there is no method 'mine'", methods.method_class, "mine")
     monkeypatch.setenv(registry.PLUGINS, "seergate, registers_mine")
     assert "\nmine: " in output_of("methods")
     del methods.METHODS["mine"], sys.modules["registers_mine"]
     assert methods.method_class("mine").__name__ == "Mine"
     for name in ("not_there", "registers_mine.py", "./registers_mine.py", str(tmp_path / "registers_mine"), ""):
-        with pytest.raises(SeergateError, match=f"there is no module '{re.escape(name)}' to load"):
-            methods.load_plugins(name)
+        refused(f"there is no module '{re.escape(name)}' to load", methods.load_plugins, name)
     (tmp_path / "my-methods.py").touch()
     methods.load_plugins("my-methods")
     (tmp_path / "broken.py").write_text("import not_there_at_all\n")
@@ -229,6 +224,5 @@ def test_a_method_has_one_set_of_options():
     assert methods.Quest().token_budget == 4096 and methods.Oracle(top_p=0.5).budget is None
     bank = GateBank.for_model(tiny_model("qwen3"), GateConfig(8, 16))
     bank.decode_defaults = {"compat": "published"}
-    with pytest.raises(ValueError, match='compat is "published", whose code has neither budget_share nor top_p'):
-        methods.Gate(bank=bank, top_p=0.5)
+    invalid('compat is "published", whose code has neither budget_share nor top_p', methods.Gate, bank=bank, top_p=0.5)
     assert methods.Gate(bank=bank, token_budget=64).covered_tokens == -1

@@ -20,6 +20,7 @@ from seergate.models.rope import Rotary
 from tests.support import naive_views
 from tests.support.evictors import centres, model_of
 from tests.support.models import prompt, tiny_model
+from tests.support.running import refused
 from tests.support.steps import spec, step
 
 
@@ -150,8 +151,7 @@ def test_centres_are_the_mean_of_what_passed_and_survive_saving(tmp_path, monkey
     torch.testing.assert_close(found.mean[0], q.mean(0))
     torch.testing.assert_close(found.modulus[0], torch.hypot(q[..., :8], q[..., 8:]).mean(0))
     torch.testing.assert_close(parts.centres().mean[0], found.mean[0], rtol=1e-4, atol=1e-4)
-    with pytest.raises(SeergateError, match="these centres do not name their model"):
-        found.save(path)
+    refused("these centres do not name their model", found.save, path)
     found = replace(found, made={"model": fingerprint(model)})
     found.save(path)
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
@@ -190,13 +190,11 @@ def test_centres_of_a_model_of_the_same_shape_are_refused(tmp_path):
 
 
 def test_centres_that_do_not_fit_are_refused(tmp_path):
-    with pytest.raises(SeergateError, match="no query was recorded"):
-        QueryCentres().centres()
+    refused("no query was recorded", QueryCentres().centres)
     other = model_of(1)
     attached = seergate.attached(other, "tri_attention", centres=centres(model_of(4)))
     with attached, pytest.raises(SeergateError, match="another model's"):
         other.generate(input_ids=prompt(20), max_new_tokens=2)
     (tmp_path / "junk").write_text("junk")
     for path, message in ((tmp_path / "none", "is no file"), (tmp_path / "junk", "does not hold")):
-        with pytest.raises(SeergateError, match=message):
-            methods.TriAttention(centres=str(path))
+        refused(message, methods.TriAttention, centres=str(path))

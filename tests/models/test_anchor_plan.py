@@ -13,7 +13,7 @@ from seergate import GateBank, methods
 from seergate.eval.calibration.anchors import SharedRecall, shared_recall
 from tests.decode.test_decode import BLOCK, gates
 from tests.support.models import prompt, tiny_model
-from tests.support.running import output_of, refusal, refused, run_seergate
+from tests.support.running import invalid, output_of, refusal, refused, run_seergate
 
 
 @pytest.fixture(scope="module")
@@ -44,8 +44,7 @@ def test_the_plan_is_the_best_of_all(size):
             plan = recalls.anchors(count)
             assert len(plan) == count and recalls.mean(plan) == pytest.approx(best)
         assert recalls.anchors(size) == recalls.layers and recalls.mean(recalls.layers) == 1
-    with pytest.raises(ValueError, match=f"count is {size + 1}; it must be a whole number in 1..{size}"):
-        recalls.anchors(size + 1)
+    invalid(f"count is {size + 1}; it must be a whole number in 1..{size}", recalls.anchors, size + 1)
 
 
 @pytest.mark.parametrize("name", ["gate", "quest", "oracle"])

@@ -11,7 +11,7 @@ from seergate.cache.forward import VERIFIED_TOKENS
 from tests.support.decoding import Decoding
 from tests.support.models import prompt, tiny_model
 from tests.support.reasoning import Words, repeating
-from tests.support.running import refused
+from tests.support.running import invalid, refused
 
 LENGTH, START = 30 + 2 * VERIFIED_TOKENS + 7, 30
 
@@ -90,10 +90,8 @@ def test_padding_on_either_side_changes_nothing(model):
     ],
 )
 def test_mistakes_are_told(model, mask, start, said):
-    with pytest.raises(ValueError, match=said):
-        seergate.score(model, prompt(8), None if mask is None else torch.tensor([mask]), start=start)
-    with pytest.raises(ValueError, match=r"input_ids has the shape \(\)"):
-        seergate.score(model, [[5] * 8], start=4)
+    invalid(said, seergate.score, model, prompt(8), None if mask is None else torch.tensor([mask]), start=start)
+    invalid(r"input_ids has the shape \(\)", seergate.score, model, [[5] * 8], start=4)
 
 
 @torch.no_grad()
@@ -109,8 +107,7 @@ def test_rectified_text_is_scored_token_by_token(model):
     with seergate.attached(model, "h2o", token_budget=32) as handle:
         for mode in ("decode", "dense"):  # a dense pass would read neither evicted nor quantised tokens
             refused(f"evicts decodes one token per pass, so '{mode}' cannot", handle.passes.forced, mode)
-        with pytest.raises(ValueError, match="mode is 'decoding'; it must be 'dense' or 'decode'"):
-            handle.passes.forced("decoding")
+        invalid("mode is 'decoding'; it must be 'dense' or 'decode'", handle.passes.forced, "decoding")
 
 
 @torch.no_grad()

@@ -9,6 +9,7 @@ import torch
 from seergate import ops
 from seergate.ops.arguments import check_cu_seqlens
 from tests.support.op_inputs import Pack
+from tests.support.running import invalid
 
 T, H, K, D, E, B = 24, 4, 2, 8, 6, 8
 PACK = Pack.random([15, 9], dim=D, gate_dim=E, block_size=B, dtype=torch.float32)
@@ -102,8 +103,7 @@ def test_every_argument_is_checked(op):
     op(**RIGHT[op])
     for name, value in RIGHT[op].items():
         for bad, start, end in faults(op, name, value):
-            with pytest.raises(ValueError, match=f"{re.escape(start)}.*{re.escape(end)}"):
-                op(**RIGHT[op] | {name: bad})
+            invalid(f"{re.escape(start)}.*{re.escape(end)}", op, **RIGHT[op] | {name: bad})
 
 
 def integers(*values):
@@ -191,8 +191,7 @@ CASES = {
     ids=lambda x: getattr(x, "__name__", x if isinstance(x, str) else ""),
 )
 def test_wrong_argument(op, changes, message):
-    with pytest.raises(ValueError, match=re.escape(message)):
-        op(**RIGHT[op] | changes)
+    invalid(re.escape(message), op, **RIGHT[op] | changes)
 
 
 PLAIN = {"sinks": None, "softcap": None}

@@ -99,6 +99,12 @@ def refused(message: str, call: Callable[..., Any], *arguments: Any, **options: 
     assert "\n" not in str(caught.value)
 
 
+def invalid(message: str, call: Callable[..., Any], *arguments: Any, **options: Any) -> None:
+    """Check that ``call(*arguments, **options)`` raises a `ValueError` whose message matches this one."""
+    with pytest.raises(ValueError, match=message):
+        call(*arguments, **options)
+
+
 @contextlib.contextmanager
 def ended_by(error: type[BaseException], module: torch.nn.Module, before: bool = False) -> Iterator[None]:
     """What is called inside ends with this error, which is raised as a call of the module ends, or before it."""
