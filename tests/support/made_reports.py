@@ -51,6 +51,14 @@ def reconfigure(directory, **sections):
     path.write_text(yaml.safe_dump(config))
 
 
+def write_method(root, name, budget, right, **options):
+    """As `write_run`, with options in the configuration and in the directory's name; ``nominal`` like the real one."""
+    directory = write_run(root, name, budget, right)
+    reconfigure(directory, method=options)
+    label = "-".join([directory.name, *(f"{key}={value}" for key, value in options.items() if key != "nominal")])
+    return directory.rename(root / label)
+
+
 def cells(text):
     """The cells of every line of the Markdown tables in a text, heads and rules included."""
     lines = [line for line in text.splitlines() if line.startswith("|")]

@@ -9,15 +9,7 @@ from seergate.eval.report import load_sweeps, write_report
 from seergate.eval.report.plots import line_style, panels, style
 from seergate.methods import METHODS
 from tests.support.evaluation import edit_samples
-from tests.support.made_reports import cells, reconfigure, write_run
-
-
-def write_method(root, name, budget, right, **options):
-    """As `write_run`, with options in the configuration and in the directory's name; ``nominal`` like the real one."""
-    directory = write_run(root, name, budget, right)
-    reconfigure(directory, method=options)
-    label = "-".join([directory.name, *(f"{key}={value}" for key, value in options.items() if key != "nominal")])
-    return directory.rename(root / label)
+from tests.support.made_reports import cells, write_method
 
 
 def set_bytes(directory, resident, read):

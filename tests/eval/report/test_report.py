@@ -13,7 +13,7 @@ from seergate.eval.report.findings import cautions
 from seergate.eval.report.plots import pareto
 from seergate.eval.report.tables import markdown
 from tests.support.evaluation import edit_samples
-from tests.support.made_reports import cells, reconfigure, write_run
+from tests.support.made_reports import cells, reconfigure, write_method, write_run
 from tests.support.running import refused
 
 
@@ -207,9 +207,7 @@ def test_settings_are_compared_with_those_that_were_asked_the_same_way(runs):
 
 def test_anchors_tell_series_apart(tmp_path):
     for anchors in ([], [0, 2], [0, 1]):
-        run = write_run(tmp_path, "gate", 64, lambda i: i < 9)
-        reconfigure(run, method={"anchors": anchors})
-        run.rename(tmp_path / f"{run.name}-{len(list(tmp_path.iterdir()))}")
+        write_method(tmp_path, "gate", 64, lambda i: i < 9, anchors=anchors)
     (sweep,) = load_sweeps(tmp_path)
     assert sorted(setting.series for setting in sweep.settings) == ["gate", "gate, anchors=0+1", "gate, anchors=0+2"]
 
@@ -236,21 +234,17 @@ def test_variants_at_different_budgets_have_series_of_their_own(tmp_path):
     """As `eval --match` makes them. What is calibrated for each budget is one variant."""
     for interval, budgets in ((8, (40, 100)), (16, (36, 92))):
         for budget in budgets:
-            run_dir = write_run(tmp_path / "a", "h2o", budget, lambda i: i < 9)
-            reconfigure(run_dir, method={"interval": interval})
-            run_dir.rename(run_dir.with_name(f"{run_dir.name}-interval={interval}"))
+            write_method(tmp_path, "h2o", budget, lambda i: i < 9, interval=interval)
     for name, budget, window, written in (
         *(("lazy_eviction", 48, 24, "auto"), ("lazy_eviction", 96, 40, "auto")),
         *(("lazy_eviction", 52, 24, "24"), ("lazy_eviction", 100, 24, "24")),
     ):
-        run_dir = write_run(tmp_path / "a", name, budget, lambda i: i < 9)
-        reconfigure(run_dir, method={"window": window})
-        run_dir.rename(run_dir.with_name(f"{run_dir.name}-window={written}"))
+        run_dir = write_method(tmp_path, name, budget, lambda i: i < 9, window=window)
+        run_dir.rename(tmp_path / f"{name}-{budget}-window={written}")
     for budget, read in ((64, 32), (96, 16)):
-        run_dir = write_run(tmp_path / "a", "h2o+gate", budget, lambda i: i < 9)
-        reconfigure(run_dir, method={"gate.token_budget": read})
-        run_dir.rename(run_dir.with_name(f"{run_dir.name}-read_budget={read}"))
-    (sweep,) = load_sweeps(tmp_path / "a")
+        run_dir = write_method(tmp_path, "h2o+gate", budget, lambda i: i < 9, **{"gate.token_budget": read})
+        run_dir.rename(tmp_path / f"h2o+gate-{budget}-read_budget={read}")
+    (sweep,) = load_sweeps(tmp_path)
     series = {"h2o, interval=8", "h2o, interval=16", "lazy_eviction, window=auto", "lazy_eviction, window=24"}
     assert {s.series for s in sweep.settings} == series | {f"h2o+gate, gate.token_budget={n}" for n in (32, 16)}
 
