@@ -182,23 +182,6 @@ def test_what_is_resident(name, group, steps_seen):
                 assert places[: PROMPTS[row]] == list(range(PROMPTS[row]))
 
 
-@pytest.mark.parametrize(("name", "group"), spread((4, 5), FEW))
-def test_a_row_is_the_same_alone_and_in_a_batch(name, group):
-    """Invariants 5 and 6: whatever else is in the batch, and however often it is run."""
-    model = model_of(group)
-    method = EVICTORS[name].method(model)
-    cache = DynamicCache()
-    with seergate.attached(model, method):
-        together = model.generate(**left_padded(ROWS), max_new_tokens=40, past_key_values=cache)
-        assert torch.equal(model.generate(**left_padded(ROWS), max_new_tokens=40), together)
-        for i, row in enumerate(ROWS):
-            own = DynamicCache()
-            alone = model.generate(input_ids=row, max_new_tokens=40, past_key_values=own)
-            assert torch.equal(alone[0, row.shape[1] :], together[i, max(PROMPTS) :])
-            for layer, together_layer in zip(own.layers, cache.layers, strict=True):
-                assert layer.rows.resident == [together_layer.rows.resident[i]], "of its own accord"
-
-
 @pytest.mark.parametrize("length", [1, 24, 25, 100])
 @pytest.mark.parametrize("name", EACH)
 def test_prompts_of_any_length(name, length):

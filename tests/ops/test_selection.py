@@ -169,13 +169,3 @@ def test_a_share_of_the_blocks(share, least, most):
     assert torch.equal(budget.read(torch.arange(1, 61)), torch.tensor([budget.read(n) for n in range(1, 61)]))
     empty = ops.select_blocks(scores[:0], torch.tensor([], dtype=torch.int64), block_size=size, budget_share=share)
     assert empty.indices.shape[:2] == empty.counts.shape == (0, 2)
-
-
-def test_a_row_is_selected_alike_alone_and_in_a_batch():
-    scores, lengths = torch.randn(4, 2, 40), torch.tensor([3, 100, 317, 320])
-    for rule in ({"token_budget": 80}, {"budget_share": 0.3}, {"threshold": 0.03}, {"top_p": 0.7}):
-        together = blocks(ops.select_blocks(scores, lengths, block_size=8, **rule))
-        for row in range(4):
-            used = -(-int(lengths[row]) // 8)  # no spare capacity either
-            alone = ops.select_blocks(scores[row : row + 1, :, :used], lengths[row : row + 1], block_size=8, **rule)
-            assert blocks(alone)[0] == together[row]
