@@ -19,6 +19,7 @@ from seergate.ops import reference
 from tests.gates.conftest import attention_calls, queries_and_keys
 from tests.support.models import prompt, tiny_model
 from tests.support.naive_views import retention_for
+from tests.support.op_inputs import cu_seqlens
 from tests.support.running import invalid, output_of, refused
 from tests.support.steps import spec, step
 
@@ -37,22 +38,18 @@ def bank(model, scorer):
     return retention_for(model, scorer)
 
 
-def borders_of(*lengths):
-    return torch.tensor([0, *lengths]).cumsum(0).int()
-
-
 def test_fast_kvzip_learns_the_attention_that_tokens_receive(model):
     """Loss, recall and gradients are those of autograd through the gate and the reference, sequence by sequence."""
     model, bank = model.double(), retention_for(model, "fast_kvzip").double()
     lengths, ids = [41, 1, 26], prompt(68, 4)
     options = {"row_start": 0.25, "recall_budgets": (16,)}
-    out = distill_step(bank, model, ids, borders_of(*lengths), **options)
+    out = distill_step(bank, model, ids, cu_seqlens(lengths), **options)
     gradients = torch.autograd.grad(out.loss, [*bank.parameters()])
 
     losses, recall = [], []
     for layer, calls in attention_calls(model, ids.split(lengths, 1)).items():
         scores = torch.cat([bank.gate(layer)(call.hidden_BSW)[0].T for call in calls])
-        loss, stats = reference.retention_kl(*queries_and_keys(calls), scores, borders_of(*lengths), SIZE, **options)
+        loss, stats = reference.retention_kl(*queries_and_keys(calls), scores, cu_seqlens(lengths), SIZE, **options)
         losses.append(loss)
         recall.append(stats.recall)
     loss = torch.stack(losses).mean()
@@ -69,7 +66,7 @@ def test_trim_kv_learns_from_the_whole_model(model):
     for _, gate in bank:
         gate.linear2.bias.data += 2.0  # ages of up to 40 leave something
     lengths, ids, room = [41, 1, 26], prompt(68, 4), 6
-    out = distill_step(bank, model, ids, borders_of(*lengths), row_start=0.25, target_budget=room)
+    out = distill_step(bank, model, ids, cu_seqlens(lengths), row_start=0.25, target_budget=room)
     gradients = torch.autograd.grad(out.loss, [*bank.parameters()])
 
     excess = []
@@ -77,7 +74,7 @@ def test_trim_kv_learns_from_the_whole_model(model):
     def attend(call):
         q, k, v = (x[0].transpose(0, 1) for x in (call.query_BHSD, call.key_BKSD, call.value_BKSD))
         log_beta = bank.gate(call.layer)(call.hidden_BSW)[0].T
-        output, weight_sums = reference.retained_attention(q, k, v, log_beta, borders_of(len(q)), call.sm_scale)
+        output, weight_sums = reference.retained_attention(q, k, v, log_beta, cu_seqlens([len(q)]), call.sm_scale)
         excess.append((weight_sums - room).clamp(min=0).mean())
         return output[None]
 
@@ -156,10 +153,10 @@ def test_logits_are_made_for_the_rows_that_count(model):
     bank, made = retention_for(model, "trim_kv"), []
     model.lm_head.register_forward_hook(lambda module, inputs, output: made.append(output.shape[1]))
     specs = [DistillSpec(bank, start, target_budget=4) for start in (0.5, 0.75)]
-    together = distill_steps(specs, model, prompt(60, 5), borders_of(40, 20))
+    together = distill_steps(specs, model, prompt(60, 5), cu_seqlens([40, 20]))
     assert made == [30, 30, 15]
     for each, outcome in zip(specs, together, strict=True):
-        (alone,) = distill_steps([each], model, prompt(60, 5), borders_of(40, 20))
+        (alone,) = distill_steps([each], model, prompt(60, 5), cu_seqlens([40, 20]))
         torch.testing.assert_close(outcome.loss, alone.loss)
 
 
@@ -197,8 +194,8 @@ def test_beside_others_in_one_forward(model, bank):
     """In a forward that several gates learn from, each gets what it gets alone."""
     other = GateBank.for_model(model, GateConfig(SIZE, 16))
     specs = [DistillSpec(other), DistillSpec(bank, target_budget=4)]
-    together = distill_steps(specs, model, prompt(60, 5), borders_of(40, 20))
-    alone = [distill_steps([spec], model, prompt(60, 5), borders_of(40, 20))[0] for spec in specs]
+    together = distill_steps(specs, model, prompt(60, 5), cu_seqlens([40, 20]))
+    alone = [distill_steps([spec], model, prompt(60, 5), cu_seqlens([40, 20]))[0] for spec in specs]
     for one, both in zip(alone, together, strict=True):
         assert torch.equal(one.loss, both.loss) and torch.equal(one.recall, both.recall)
 
@@ -206,9 +203,9 @@ def test_beside_others_in_one_forward(model, bank):
 def test_sequences_of_a_pack_do_not_mix(model, bank):
     run = partial(distill_step, bank, model, target_budget=4, recall_budgets=(16,))
     ids = prompt(70, 6)
-    whole = run(ids, borders_of(70)).loss
+    whole = run(ids, cu_seqlens([70])).loss
     ids2 = torch.cat((ids, prompt(70, 7)), 1)
-    first, second, both = run(ids), run(ids2[:, 70:]), run(ids2, borders_of(70, 70))
+    first, second, both = run(ids), run(ids2[:, 70:]), run(ids2, cu_seqlens([70, 70]))
     assert whole.item() == pytest.approx(first.loss.item(), rel=1e-5)
     assert both.loss.item() == pytest.approx((first.loss.item() + second.loss.item()) / 2, rel=1e-4)
     torch.testing.assert_close(both.recall, (first.recall + second.recall) / 2)

@@ -16,6 +16,7 @@ from seergate.models.published import export_published
 from seergate.ops import reference
 from tests.gates.conftest import attention_calls, queries_and_keys
 from tests.support.models import gates, left_padded, prompt, tiny_model
+from tests.support.op_inputs import cu_seqlens
 from tests.support.running import refused
 
 SIZE = 8
@@ -139,7 +140,7 @@ def test_gradients_of_all_parameters(model, config, target):
     bank = gates(model, **config).requires_grad_(True)
     model, bank = model.double(), bank.double()
     lengths, ids = [41, 1, 26], prompt(68, 4)
-    borders = torch.tensor([0, *lengths]).cumsum(0).int()
+    borders = cu_seqlens(lengths)
     options = {"target": target, "row_start": 0.25}
     out = distill_step(bank, model, ids, borders, recall_budgets=(16,), **options)
     gradients = torch.autograd.grad(out.loss, [*bank.parameters()])
