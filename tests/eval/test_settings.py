@@ -115,6 +115,7 @@ def test_what_a_method_is_given_is_said_in_words():
         ("kv4bit", "all, in 4 bits"),
         ("rpc:ratio=8", "1/8 of the answer"),
         ("h2o", "64"),
+        ("resa:share=0.2", "64 or 20 %"),
         ("oracle:threshold=0.01", "p > 0.01"),
         ("gate:budget_share=0.1", "10 %"),
         ("quest:budget_share=0.125:budget_min=64:budget_max=512", "12.5 %, at least 64, at most 512"),
