@@ -8,9 +8,8 @@ import pytest
 from hypothesis import settings, strategies
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
-from seergate import SeergateError
+from seergate import Paging, SeergateError
 from seergate.cache.block_store import BlockStore, OutOfBlocks
-from seergate.cache.paging import Paging
 from seergate.methods import Dense, Gate
 from seergate.methods.selecting import page_tokens
 from tests.decode.test_decode import gates

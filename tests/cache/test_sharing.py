@@ -9,9 +9,8 @@ import torch
 from transformers import DynamicCache
 
 import seergate
-from seergate import methods
+from seergate import Paging, methods
 from seergate.cache.batching import join_rows, keep_rows
-from seergate.cache.paging import Paging
 from seergate.methods.reason_cache.evaluator import Evaluator
 from tests.decode.test_decode import gates
 from tests.support.decoding import Decoding, forced_run

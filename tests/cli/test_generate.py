@@ -7,10 +7,9 @@ import pytest
 from transformers import AutoTokenizer
 
 from seergate.cli.generate import TINY_BUDGET
-from seergate.eval import make_task
+from seergate.eval import Problem, make_task
 from seergate.eval.settings import method_spec
 from seergate.eval.tasks.prompts import encode, prompt_text
-from seergate.eval.tasks.task import Problem
 from seergate.methods import METHODS, SelectingMethod
 from seergate.models.names import bank_for
 from seergate.paths import shipped

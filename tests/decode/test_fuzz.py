@@ -13,11 +13,10 @@ import torch
 from transformers import DynamicCache
 
 import seergate
-from seergate import methods
+from seergate import Paging, methods
 from seergate.cache.batching import join_rows
 from seergate.cache.forward import VERIFIED_TOKENS
 from seergate.cache.offload import Offload, Offloaded
-from seergate.cache.paging import Paging
 from seergate.cache.storage import KVBackend
 from tests.decode.test_decode import gates
 from tests.support.models import VOCABULARY, left_padded, tiny_model

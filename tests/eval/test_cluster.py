@@ -11,12 +11,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from seergate import GateConfig
+from seergate import GateBank, GateConfig
 from seergate.eval import MethodSpec, RunOptions, Sampling, make_task, store, sweep
 from seergate.eval.generation.cluster import Cluster
 from seergate.eval.run_plan import checked_task
 from seergate.eval.sweep_plan import SweepPlan
-from seergate.models.gate_bank import GateBank
 from tests.support import evaluation as support
 from tests.support.killed_run import compared
 from tests.support.running import invalid, refused

@@ -5,10 +5,7 @@ import torch
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
 from transformers import LlamaTokenizer, PreTrainedTokenizerFast
 
-from seergate import methods
-from seergate.cache.offload import Offload
-from seergate.cache.paging import Paging
-from seergate.config import GateConfig
+from seergate import GateBank, GateConfig, Offload, Paging, attached, methods
 from seergate.eval.generation import batch
 from seergate.eval.generation.batch import Batch, common_prefix, shares_prefix
 from seergate.eval.generation.costs import RowStats
@@ -16,8 +13,6 @@ from seergate.eval.generation.samples import Generation, Limit, Request, text_of
 from seergate.eval.sampling import SampledRow, Sampling, TokenChooser, sample_seed
 from seergate.eval.tasks.prompts import encode, end_ids, prompt_text
 from seergate.eval.tasks.task import Problem
-from seergate.models.attach import attached
-from seergate.models.gate_bank import GateBank
 from seergate.pretrained import beginning
 from tests.support import evaluation as support
 from tests.support.evictors import EVICTORS

@@ -9,10 +9,8 @@ import pytest
 import yaml
 from huggingface_hub import constants
 
-from seergate.eval import MethodSpec, RunOptions, evaluate
-from seergate.eval.sampling import Sampling
+from seergate.eval import MethodSpec, RunOptions, Sampling, evaluate, make_task
 from seergate.eval.tasks.hub_tasks import HUB_TASKS
-from seergate.eval.tasks.registry import make_task
 from tests.support import evaluation as support
 from tests.support.running import invalid, refused
 

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from seergate import GateBank, GateConfig
-from seergate.errors import SeergateError
+from seergate import GateBank, GateConfig, SeergateError
 from seergate.eval import RunOptions, make_task, store, sweep
 from seergate.eval.calibration import matching
 from seergate.eval.calibration.matching import CLOSE, FAR, MEASURES, Replay, budget_option_of, distinct

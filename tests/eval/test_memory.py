@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from seergate import resources
+from seergate import attached, resources
 from seergate.eval.generation import batch_memory as memory
 from seergate.eval.generation import engine
 from seergate.eval.generation.batch import Batch
@@ -11,7 +11,6 @@ from seergate.eval.generation.batch_memory import estimated_batch, is_out_of_mem
 from seergate.eval.generation.samples import Limit
 from seergate.eval.sampling import Sampling
 from seergate.eval.tasks.prompts import encode
-from seergate.models.attach import attached
 from tests.decode.test_passes import SHARED
 from tests.eval.test_engine import LONG, PROMPTS, requests_for, run, tokens
 from tests.support import evaluation as support

@@ -5,10 +5,8 @@ import pytest
 import yaml
 from PIL import Image
 
-from seergate import GateBank, GateConfig
-from seergate.errors import SeergateError
-from seergate.eval import MethodSpec, RunOptions, evaluate, make_task, store, sweep
-from seergate.eval.generation.samples import Limit
+from seergate import GateBank, GateConfig, SeergateError
+from seergate.eval import Limit, MethodSpec, RunOptions, evaluate, make_task, store, sweep
 from seergate.eval.regrade import regrade
 from seergate.eval.report import write_report
 from seergate.eval.runner import encoded_prompts

@@ -7,19 +7,16 @@ import torch
 import yaml
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from seergate import GateBank, GateConfig, methods
-from seergate.config import Rectify
-from seergate.eval import MethodSpec, RunOptions, evaluate, make_task
+from seergate import GateBank, GateConfig, Rectify, attached, methods
+from seergate.eval import MethodSpec, RunOptions, Sampling, evaluate, make_task
 from seergate.eval.calibration.calibrator import Calibrator, check_auto, evenly_chosen_prompts, other_problems
 from seergate.eval.generation.samples import Job, Limit
 from seergate.eval.generation.served import generate_by_server, plugin_settings, served_from
 from seergate.eval.method_text import read_method, value_text
 from seergate.eval.report import load_sweeps
-from seergate.eval.sampling import Sampling
 from seergate.eval.settings import grid
 from seergate.eval.store import read_samples
 from seergate.eval.sweep_plan import SweepPlan
-from seergate.models.attach import attached
 from seergate.serving.common.settings import Settings
 from tests.support import evaluation as support
 from tests.support.running import invalid, refused

@@ -5,10 +5,9 @@ from dataclasses import replace
 
 import pytest
 
-from seergate.eval import MethodSpec, RunOptions, evaluate
+from seergate.eval import MethodSpec, RunOptions, evaluate, make_task
 from seergate.eval.generation.samples import Generation, Request
 from seergate.eval.store import read_config, read_samples
-from seergate.eval.tasks.registry import make_task
 from seergate.eval.tasks.shots import MINERVA
 from tests.support import evaluation as support
 from tests.support.running import refused

@@ -10,8 +10,7 @@ import torch
 import seergate
 from seergate import DecodeConfig, GateBank, GateConfig, methods
 from seergate.fingerprint import fingerprint
-from seergate.methods import Gate
-from seergate.methods.base import LayerSpec
+from seergate.methods import Gate, LayerSpec
 from seergate.models.published import export_published
 from tests.gates.conftest import GONE, set_entries
 from tests.gates.test_adapter_safety import Bomb

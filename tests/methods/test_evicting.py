@@ -11,8 +11,7 @@ from transformers import DynamicCache
 import seergate
 from seergate import SeergateError
 from seergate.cache.batching import join_rows, keep_rows
-from seergate.methods import rpc, scoring, snapkv
-from seergate.methods.evicting import BudgetedState
+from seergate.methods import BudgetedState, rpc, scoring, snapkv
 from seergate.methods.kv4bit import KV4BitState
 from seergate.methods.raas import RaaSState
 from seergate.methods.rpc import RPCState
