@@ -41,18 +41,13 @@ def test_decoding_reads_as_many_as_the_gates_were_trained_with(model):
         assert method.sink_blocks == 2 and "sink_blocks=2" in repr(method)
     assert settings.sink_blocks == joined.sink_blocks == 2
     assert Gate(bank=gates(model)).sink_blocks == Quest(token_budget=64, sink_blocks=None).sink_blocks == 0
+    invalid("token_budget is 31; with block_size 8 and 2 sink blocks .* at least 32", Gate, bank=bank, token_budget=31)
+    assert Gate(bank=bank, token_budget=32).budget == 32 and Gate(bank=gates(model), token_budget=16).budget == 16
     for sinks in (0, 1):
         assert method_of(bank, sink_blocks=sinks).sink_blocks == sinks
         assert method_of(bank, DecodeConfig(sink_blocks=sinks)).sink_blocks == sinks
     bank.decode_defaults = {"sink_blocks": 3}
     assert method_of(bank).sink_blocks == 3
-
-
-def test_a_budget_must_leave_a_block_to_choose(model):
-    bank = gates(model, sink_blocks=2)
-    invalid("token_budget is 31; with block_size 8 and 2 sink blocks .* at least 32", Gate, bank=bank, token_budget=31)
-    assert Gate(bank=bank, token_budget=32).budget == 32
-    assert Gate(bank=gates(model), token_budget=16).budget == 16
 
 
 @pytest.mark.parametrize("rule", [{"token_budget": 4 * SIZE}, {"threshold": 0.2}, {"top_p": 0.5}])
