@@ -140,8 +140,12 @@ def _local(path: Path, config: TrainConfig, cache: Path) -> Dataset:
         raise SeergateError(f"data_split is {split!r}, but {path} has no splits; name the files of the split instead")
     if path.is_dir() and (path / "dataset_info.json").is_file():
         from datasets import load_from_disk
+        from datasets.fingerprint import Hasher
 
-        return _limited(load_from_disk(str(path)).with_format(None), config)  # one may be saved with it
+        rows = load_from_disk(str(path)).with_format(None)  # one may be saved with it
+        # Its fingerprint is of the functions that made the rows, which may have read something else this time.
+        rows._fingerprint = Hasher.hash([rows._fingerprint, _stamps(sorted(path.glob("*.arrow")))])
+        return _limited(rows, config)
     suffixes = (*JSON_SUFFIXES, *TABLE_SUFFIXES)
     every = glob.glob(f"{glob.escape(str(path))}/**", recursive=True)  # in folders that are links, too; nothing hidden
     inside = sorted(map(Path, every)) if path.is_dir() else [path]
@@ -158,9 +162,13 @@ def _local(path: Path, config: TrainConfig, cache: Path) -> Dataset:
             "or a folder of them, that are"
         )
     files = sorted({file.resolve(): file for file in reversed(files)}.values())  # once, if a link leads to it again
-    stamps = tuple((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
     options = {"limit": config.data_limit, "column": config.data_column}
-    return _copied(config.data, _file_rows, cache, files=stamps, **options)
+    return _copied(config.data, _file_rows, cache, files=_stamps(files), **options)
+
+
+def _stamps(files: list[Path]) -> tuple[tuple[str, int, int], ...]:
+    """Path, size and time of each file: they tell the cached copies of a changed file apart."""
+    return tuple((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns) for file in files)
 
 
 def _file_rows(

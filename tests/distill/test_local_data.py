@@ -53,6 +53,17 @@ def test_images_are_not_decoded(data_config: TrainConfig, tmp_path: Path, plain:
         assert len(prepare_data(given, plain).samples) == 3
 
 
+def test_a_saved_dataset_is_read_again_if_its_rows_changed(data_config, tmp_path, plain):
+    """Also under the fingerprint of before, as of a ``map`` whose function reads a file that has changed."""
+    place = replace(data_config, data=str(tmp_path / "disk"))
+    for text in ("a word " * 9, "other words " * 9):
+        rows = Dataset.from_dict({"text": [f"{i} {text}" for i in range(3)]})
+        rows._fingerprint = "the same"
+        rows.save_to_disk(place.data)
+        samples = prepare_data(place, plain).samples
+        assert plain.decode(samples[0]) == f"0 {text}"
+
+
 @pytest.mark.parametrize("kind", [Image(), Value("string")])
 def test_messages_may_have_more_fields(data_config: TrainConfig, tmp_path: Path, plain: Any, kind: Any) -> None:
     chats = [[{"role": x, "content": f"{x} {i} " * 20, "image": None} for x in ("user", "assistant")] for i in (1, 2)]
