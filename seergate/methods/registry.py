@@ -34,9 +34,18 @@ METHODS: dict[str, type[Method]] = {}
 
 
 def check_states(kind: type[Method]) -> None:
-    """Raise `SeergateError` if a method's class does not say what its states are."""
+    """Raise `SeergateError` if a method's class does not say what its states are, or names the default of an option
+    without effect.
+    """
     if kind.new_state is Method.new_state and not hasattr(kind, "state"):
         raise SeergateError(f"{kind.__name__} has no states; it must name their class as state, or override new_state")
+    for option in fields(kind):
+        named = getattr(kind, option.name, option.default)
+        if named is not option.default and not hasattr(named, "__set__"):  # slots and properties have it
+            raise SeergateError(
+                f"{kind.__name__} sets {option.name} to {named!r}, which has no effect; the class must be a "
+                f"@dataclass(kw_only=True), and the line must have a type: {option.name}: {option.type} = {named!r}"
+            )
 
 
 def _check(kind: Any) -> None:

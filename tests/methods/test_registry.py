@@ -160,9 +160,32 @@ def test_registering():
         (int, "<class 'int'> is no method"),
         (type("Idle", (methods.SelectingMethod,), {"name": "idle"}), "Idle has no states; it must name their class"),
         (type("Odd", (methods.Quest,), {"name": "a:b"}), r"Odd.name is 'a:b'; it must be of letters"),
+        (type("Plain", (methods.Quest,), {"name": "plain", "block_size": 8}), "Plain sets block_size to 8, which has"),
         (type("Two", (methods.Quest,), {"name": "two", "calibrates": {"a": "m:A", "b": "m:B"}}), "calibrates a, b"),
     ):
         refused(message, methods.register, kind)
+
+
+def test_a_default_without_effect_is_refused():
+    """In a class that is no dataclass, or without a type: its objects would have the default of the base class."""
+
+    class Undecorated(methods.H2O):
+        interval: int = 4
+
+    @dataclass(kw_only=True)
+    class Untyped(methods.H2O):
+        interval = 4
+
+    @dataclass(kw_only=True, slots=True)
+    class Right(methods.H2O):
+        interval: int = 4
+
+    model = tiny_model("qwen3")
+    for kind in (Undecorated, Untyped):
+        with pytest.raises(SeergateError, match=rf"{kind.__name__} sets interval to 4, .*: interval: int = 4"):
+            seergate.attach(model, kind())
+    with seergate.attached(model, Right()) as handle:
+        assert handle.method.interval == 4
 
 
 @pytest.mark.usefixtures("known")
