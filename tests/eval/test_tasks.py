@@ -45,7 +45,7 @@ def test_jsonl(tmp_path):
         {"messages": [{"role": "system", "content": ""}, {"role": "user", "content": "u"}], "id": None, "answer": "x"},
     ]
     path.write_text("\n".join(map(json.dumps, records)) + "\n\n", encoding="utf-8")
-    task = make_task(str(path))
+    task = make_task(path)
     one, two, three = task.problems()
     assert (task.name, task.grader, one.gold) == ("mine", "math", "2")
     assert one.messages[0]["content"].endswith("within \\boxed{}.")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
@@ -263,7 +264,7 @@ def load_setting(directory: Path) -> Setting | None:
     return Setting(directory, config, metrics, samples, proxies, series=str(config["method"]["name"]))
 
 
-def load_sweeps(*roots: Path) -> list[Sweep]:
+def load_sweeps(*roots: str | os.PathLike[str]) -> list[Sweep]:
     """Read runs, given as run directories or directories of them, and group them into comparable sweeps.
 
     Raises:
@@ -271,7 +272,7 @@ def load_sweeps(*roots: Path) -> list[Sweep]:
     """
     paths: dict[Path, Path] = {}
     for root in roots:
-        for path in store.run_directories(root):
+        for path in store.run_directories(Path(root)):
             paths.setdefault(path.resolve(), path)  # a run may be given twice
     started = [setting for path in paths.values() if (setting := load_setting(path)) is not None]
     if not started:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import base64
+import os
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, fields
 from pathlib import Path
@@ -50,7 +51,9 @@ class Report:
     findings: list[str] = field(default_factory=list)
 
 
-def write_report(root: Path, out: Path | None = None, *others: Path) -> Report:
+def write_report(
+    root: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *others: str | os.PathLike[str]
+) -> Report:
     """Write a report on run directories, given themselves or by the directories that contain them.
 
     Args:
@@ -62,7 +65,7 @@ def write_report(root: Path, out: Path | None = None, *others: Path) -> Report:
         SeergateError: if no run has finished samples, a run is damaged, or two are runs of the same setting.
     """
     sweeps = load_sweeps(root, *others)
-    out = out or root
+    out = Path(out or root)
     check_writable(out)
     parts, plots, sentences = [], [], []
     one_task_each = len({sweep.task for sweep in sweeps}) == len(sweeps)  # which the headings name

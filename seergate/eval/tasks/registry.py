@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import inspect
 import json
+import os
 from collections.abc import Callable, Iterator
 from functools import partial
 from itertools import islice
@@ -157,7 +158,7 @@ TASKS: dict[str, Callable[..., Task]] = {
 }
 
 
-def make_task(name: str, **options: Any) -> Task:
+def make_task(name: str | os.PathLike[str], **options: Any) -> Task:
     """Make a task by name, or from a JSONL file.
 
     Args:
@@ -168,7 +169,7 @@ def make_task(name: str, **options: Any) -> Task:
     Raises:
         SeergateError: for an unknown task or option, or a value of another type.
     """
-    given = {key: value for key, value in options.items() if value is not None}
+    name, given = os.fspath(name), {key: value for key, value in options.items() if value is not None}
     task, is_file = name.partition(":")[0], name.endswith(LINES)
     is_named = task in TASKS and not (is_file and exists(name))
     if not is_named and not is_file:
