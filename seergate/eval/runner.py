@@ -38,7 +38,7 @@ from seergate.eval.teacher_forcing import TeacherForcing
 from seergate.fingerprint import fingerprint
 from seergate.methods import Dense
 from seergate.models.attach import attached
-from seergate.models.families import check_length, text_config
+from seergate.models.families import check_eval_mode, check_length, text_config
 from seergate.models.gate_bank import GateBank
 from seergate.progress import working
 
@@ -146,8 +146,10 @@ def evaluate(
         The metrics, also written to ``metrics.json``.
 
     Raises:
-        SeergateError: if ``out_dir`` holds a run with other settings, naming the fields that differ.
+        SeergateError: if ``out_dir`` holds a run with other settings, naming the fields that differ, or if the model
+            is in training mode.
     """
+    check_eval_mode(model)
     options, task = options or RunOptions(), task.bound(tokenizer)
     out_dir = Path(out_dir)
     sampling, problems = options.resolved_sampling(task, model), task.problems()

@@ -285,6 +285,12 @@ def gate_geometry(model: PreTrainedModel, config: GateConfig) -> ModelGeometry:
     )
 
 
+def check_eval_mode(model: PreTrainedModel) -> None:
+    """Refuse a model in training mode, in which dropout may be active."""
+    if model.training:
+        raise SeergateError("the base model is in training mode; call model.eval() first")
+
+
 def check_gates(model: PreTrainedModel, bank: Gates) -> None:
     """Refuse gates that were trained for another model."""
     problems = bank.geometry.mismatches(gate_geometry(model, bank.config))

@@ -13,7 +13,7 @@ from transformers import DynamicCache, PreTrainedModel
 from seergate.cache.forward import CACHE, VERIFIED_TOKENS
 from seergate.errors import SeergateError
 from seergate.models.attach import handle_of
-from seergate.models.families import check_angles, text_config
+from seergate.models.families import check_angles, check_eval_mode, text_config
 
 
 class Scores(NamedTuple):
@@ -55,8 +55,10 @@ def score(
 
     Raises:
         ValueError: if a shape, ``start`` or the mask is invalid.
-        SeergateError: if a text is so long that the frequencies of dynamic or LongRoPE scaling change.
+        SeergateError: if the model is in training mode, or a text is so long that the frequencies of dynamic or
+            LongRoPE scaling change.
     """
+    check_eval_mode(model)
     start = index(start)
     real = _checked(input_ids, attention_mask, start)
     longest = int(real.sum(1).max())

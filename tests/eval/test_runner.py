@@ -237,7 +237,7 @@ def test_sweep_measures_recall_on_one_set_of_contexts(tmp_path):
     answers = {label: {s["problem_id"]: s["completion"] for s in read_samples(tmp_path / label)} for label in results}
     same = {label for label, completions in answers.items() if completions == answers["dense"]}
     assert covering < same and "random-48" not in same, "a budget that covers everything changes nothing"
-    report = write_report(tmp_path)
+    report = write_report(str(tmp_path))
     text = report.markdown.read_text()
     assert {plot.name for plot in report.plots} == {"accuracy.png", "bytes.png", "length.png", "recall.png"}
     for plot in report.plots:
@@ -300,5 +300,7 @@ def test_settings_are_checked_before_work(tmp_path):
         (grid(["oracle"], [32], 8), {"measure_recall": True}, {}, "measure_recall needs dense among the methods"),
     ):
         invalid(message, sweep, *arguments, specs, tmp_path / "out", RunOptions(**options), **given)
+    assert not (tmp_path / "out").exists()
+    refused("training mode; call model.eval", small, tmp_path / "out", model=support.model().train(), task=task)
     assert not (tmp_path / "out").exists()
     invalid("batch_size is 0", evaluate, *arguments, MethodSpec("dense"), tmp_path / "out", RunOptions(batch_size=0))

@@ -94,6 +94,13 @@ def test_mistakes_are_told(model, mask, start, said):
     invalid(r"input_ids has the shape \(\)", seergate.score, model, [[5] * 8], start=4)
 
 
+def test_a_model_in_training_mode_is_refused():
+    """Its dropout would make the scores random."""
+    model = tiny_model("qwen3", attention_dropout=0.5).train()
+    refused("training mode", seergate.score, model, prompt(8), start=4)
+    assert torch.isfinite(seergate.score(model.eval(), prompt(8), start=4).log_probs).all()
+
+
 @torch.no_grad()
 def test_rectified_text_is_scored_token_by_token(model):
     ids = prompt(LENGTH, 5)

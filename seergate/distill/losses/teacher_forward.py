@@ -20,7 +20,6 @@ from transformers import PreTrainedModel
 from seergate.config import SCORERS, class_of
 from seergate.distill.losses.distill_loss import DistillLoss, DistillOutput, DistillSpec, positions_of
 from seergate.distill.losses.retention_loss import StudentLoss
-from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.models import families
 from seergate.models.packed_forward import TeacherCall, intercepted_attention
@@ -50,8 +49,7 @@ def distill_steps(
         input_ids = input_ids[None]
     if input_ids.ndim != 2 or input_ids.shape[0] != 1:
         raise ValueError(f"input_ids has shape {tuple(input_ids.shape)}; a pack is [1, T]")
-    if model.training:
-        raise SeergateError("the base model is in training mode; call model.eval() first")
+    families.check_eval_mode(model)
     total = input_ids.shape[1]
     if cu_seqlens is None:
         cu_seqlens = torch.tensor([0, total], dtype=torch.int32)
