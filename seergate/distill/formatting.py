@@ -308,6 +308,8 @@ def _message(turn: Any) -> dict[str, str]:
     if turn.get("tool_calls") or turn.get("function_call") or turn.get("role") in ("tool", "function"):
         raise MalformedRow("a turn with tool calls")
     role, content = turn.get("role"), turn.get("content")
+    if isinstance(role, str) and isinstance(content, list):
+        raise MalformedRow("a turn whose content is a list, not a text")
     if not isinstance(role, str) or not isinstance(content, str):
         raise MalformedRow("a turn without role and content")
     thoughts = (turn.get(key) for key in KEYS)

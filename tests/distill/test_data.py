@@ -200,8 +200,8 @@ def test_bad_rows_are_counted_by_reason_and_cost_only_themselves(data_config, to
         "a turn without role and content": [
             {"messages": [user, {"role": "assistant", "content": None}]},
             {"messages": ["hello"]},
-            {"messages": [{"role": "assistant", "content": ["parts"]}]},
         ],
+        "a turn whose content is a list, not a text": [{"messages": [{"role": "assistant", "content": ["parts"]}]}],
         "a turn with tool calls": [
             {"messages": [user, {"role": "assistant", "content": None, "tool_calls": [{"function": {}}]}]},
             {"messages": [user, {"role": "assistant", "content": "", "tool_calls": [{}]}, *good[0]["messages"]]},
