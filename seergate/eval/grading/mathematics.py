@@ -343,7 +343,8 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
     if re.match(_RELATION, bare) and not _RELATION.search(gold):
         raise MisreadError("a relation without a left side")
     values, gold_values = _values(answer), _values(gold)
-    counts = [sorted(Counter("".join(value.split()) for value in each).values()) for each in (values, gold_values)]
+    tallies = [Counter("".join(value.split()) for value in each) for each in (values, gold_values)]
+    counts = [sorted(tally.values()) for tally in tallies]
     names = [set(re.findall(r"([A-Za-z])[^,;&=]*=", text)) for text in (gold, answer)]  # x = 5, y = 3
     lists = min(len(values), len(gold_values)) > 1 and (len(names[0]) > 1) == (len(names[1]) > 1)
     lists = lists and not re.search(r"\\(?:begin|pm|mp)|[-+][^,;&=]*=", f"{gold}, {answer}")  # x + y = 0, x - y = 0
@@ -351,6 +352,11 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
         raise MisreadError("values are repeated in one of the two answers only")
     if len(values) > 1 and not re.search(r"[,;&\n]|\\(?:\\|pm|mp|q?quad)", gold):
         raise MisreadError("several values, where the gold answer is one")
+    lists = lists and len(names[0] | names[1]) < 2 and not re.search(r"%|\d[^,;&=]*=", f"{gold}, {answer}")
+    if lists and max(counts[0]) > 1:  # as sets, 1, 1, 2 and 1, 2, 2 would be equal
+        spelled = {"".join(value.split()): value for value in gold_values + values}
+        answer, gold = (", ".join(f"({spelled[key]}, {n})" for key, n in tally.items()) for tally in tallies)
+        return gold, _in_case(gold, answer)
     if len(names[0]) == len(gold_values) > 1 and "=" not in answer and (bracket := _brackets(answer)) != "{":
         gold, answer = f"({', '.join(gold_values)})", answer if bracket else f"({answer})"
     return gold, _in_case(gold, value if named and "=" not in gold + value and _NAME.fullmatch(name) else answer)
