@@ -124,6 +124,8 @@ ANSWERS = r"""
     \$32,\!348 == \$32,348    90^\circ == 90
     \$10 == 10\text{ dollars} || 10 || \$10.00 != 10\text{ cents} || 10\text{ apples} || \$11
     90^\circ == 90\text{ degrees} || 90° != 90\text{ rad} || 90\text{ minutes} || 91^{\circ}
+    \text{IV} == IV || \mathrm{IV} != VI || \text{VI}    \text{CAB} == CAB != ABC    east == \text{East} != \text{seat}
+    \text{A and B} == \text{B and A}
     \text{ellipse} == Ellipse || \text{Ellipse} != circle || \text{no ellipse}    abC == abC != aBc || Abc
     \text{Yes} == yes != no    AB == BA != ab || Ab    abcd != ABCD    \text{Evelyn} == Evelyn
     52_8 == 52_{8} != 52_6    [2,5) != [2,5]

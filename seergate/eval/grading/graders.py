@@ -240,9 +240,13 @@ def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     if answer == gold.strip():
         return True, "equal as text"
     words = (" ".join(re.sub(TEXT, r" \1 ", DECORATION.sub("", each)).split()) for each in (gold, answer))
+    word = any((text := re.fullmatch(TEXT, each)) and text[1].strip().isalpha() for each in (gold, answer))
     upright, (gold, answer) = _same_text(*words), (plain(gold), plain(answer))
     if upright or _same_text(gold, answer):
         return True, "equal as text but for how it is set"
+    letters = ["".join(each.split()).lower() for each in (gold, answer)]
+    if word and letters[0] != letters[1] and sorted(letters[0]) == sorted(letters[1]):  # to math-verify, a product
+        return False, "the same letters in another order"
     try:
         gold, answer = readable(gold, answer)
     except MisreadError as error:
