@@ -125,6 +125,11 @@ def layer_type(config: Any, layer: int) -> str:
     return "sliding_attention" if getattr(config, "sliding_window", None) is not None else "full_attention"
 
 
+def window_of(config: Any, layer: int) -> int | None:
+    """Sliding window of one layer in tokens, its own included; ``None`` without one."""
+    return int(config.sliding_window) if layer_type(config, layer) == "sliding_attention" else None
+
+
 def has_full_attention(config: Any, layer: int) -> bool:
     """True if a layer attends to the whole text, also through a window that is at least as long as all positions.
 

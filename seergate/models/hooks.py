@@ -303,8 +303,7 @@ class LayerBinding:
         self.decoder_config, self.num_layers = decoder.config, len(decoder.layers)
         self.spec = layer_spec(handle.model, layer, attention)
         config = families.text_config(handle.model)
-        windowed = families.layer_type(config, layer) == "sliding_attention"
-        self.window = int(config.sliding_window) if windowed else None  # as long as all positions
+        self.window = families.window_of(config, layer)  # as long as all positions, if any
         self.shared = bool(getattr(attention, "store_full_length_kv", False))  # later layers read its keys and values
         self.qk_hook = QKHook(handle.model, attention)
         self.arriving: tuple[GatedLayer, ForwardContext] | None = None  # set by the pre-hook, used by `attend`

@@ -61,12 +61,13 @@ def intercepted_attention(
     calls include q and k before RoPE in the layers ``hooked``.
     """
     config: Any = families.decoder_of(model).config
+    text = families.text_config(model)
     with ExitStack() as undo:
         for layer, attention in families.attention_modules(model):
             qk_hook = QKHook(model, attention) if layer in hooked else None
             if qk_hook is not None:
                 undo.callback(qk_hook.remove)
-            pack = _PackedAttention(layer, qk_hook, attend)
+            pack = _PackedAttention(layer, families.window_of(text, layer), qk_hook, attend)
             undo.callback(AttentionSwap(attention, pack.before_forward, pack.attention).undo)
         undo.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation_internal)
         config._attn_implementation_internal = ATTENTION_NAME
@@ -76,8 +77,10 @@ def intercepted_attention(
 class _PackedAttention:
     """The attention function of one layer, and the pre-hook that notes the module's input."""
 
-    def __init__(self, layer: int, qk_hook: QKHook | None, attend: Callable[[TeacherCall], Tensor]) -> None:
-        self.layer, self.qk_hook, self.attend = layer, qk_hook, attend
+    def __init__(
+        self, layer: int, window: int | None, qk_hook: QKHook | None, attend: Callable[[TeacherCall], Tensor]
+    ) -> None:
+        self.layer, self.window, self.qk_hook, self.attend = layer, window, qk_hook, attend
 
     def before_forward(self, module: nn.Module, args: Any, kwargs: dict[str, Any]) -> None:
         """Note the module's input."""
@@ -97,7 +100,7 @@ class _PackedAttention:
             q_pre_BHSD=q_pre,
             k_pre_BKSD=k_pre,
             sm_scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-            window=kwargs.get("sliding_window"),
+            window=self.window,
             sinks=kwargs.get("s_aux"),
             softcap=kwargs.get("softcap"),
         )

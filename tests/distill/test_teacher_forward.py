@@ -82,6 +82,14 @@ def test_pack_against_the_models_own_maps(family, reduction, row_start, sinks):
         assert error < 1e-4, f"{name}: relative error {error:.1e}"
 
 
+def test_a_window_that_a_model_keeps_to_its_masks():
+    """Qwen2-MoE does not give its window to the attention function, and a pack has no masks."""
+    model = tiny_model("qwen2_moe", attn_implementation="eager", use_sliding_window=True, sliding_window=16)
+    bank, ids = GateBank.for_model(model, GateConfig(8, 16)), prompt(50)
+    reference = expected(bank, model, [ids[0]], 0.5, "row_mean")
+    torch.testing.assert_close(bank.distill_loss(model, input_ids=ids), reference, rtol=1e-4, atol=1e-6)
+
+
 def test_the_weighting_changes_the_loss_and_not_what_is_reported(model):
     bank = GateBank.for_model(model, GateConfig(8, 16))
     mean, published = (distill_step(bank, model, prompt(60), reduction=each) for each in ("row_mean", "published"))
