@@ -30,6 +30,9 @@ class Rotary(Protocol):
     def unrotate(self, x: Tensor, positions: Tensor) -> Tensor:
         """Undo `rotate`."""
 
+    def scale_queries(self, q: Tensor, positions: Tensor) -> Tensor:
+        """Multiply rotated queries ``[B, heads, S, D]`` by the model's factor for the last S positions, if any."""
+
     def check_recoverable(self, tokens: int) -> None:
         """Raise an error if `unrotate` is not exact for the keys of a text of ``tokens`` tokens."""
 

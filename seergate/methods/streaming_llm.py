@@ -41,7 +41,7 @@ class StreamingState(EvictingState):
         if self.method.stores_pre_rope:  # keys to 0 .. n - 1 in every row, and the query heads of their group to n - 1
             together = torch.cat((keys, step.q_pre_BHSD.reshape(-1, heads, group, dim)), 2)
             keys, q_BKGD = self.spec.rotary.rotate(together, positions, rows).split([shown, group], 2)
-            q_BHD = q_BKGD.flatten(1, 2)
+            q_BHD = self.spec.rotary.scale_queries(q_BKGD, positions).flatten(1, 2)
         else:
             q_BHD = step.q_BHSD[:, :, 0]
         output = ops.dense_decode(q_BHD, keys, values, None if rows.even else rows, **step.softmax_options)

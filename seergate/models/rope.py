@@ -89,6 +89,7 @@ class Rotary:
         takes_type = "layer_type" in inspect.signature(self._embedding.forward).parameters
         self._kwargs = {"layer_type": layer_type} if takes_type else {}
         self._changing = changing_rope(getattr(decoder, "config", None))
+        self._query_scale = getattr(modeling_module(attention), "get_llama_4_attn_scale", None)  # Ministral 3
 
     def rotate(self, x: Tensor, positions: Tensor, rows: RowLengths | None = None) -> Tensor:
         """Apply RoPE to ``x [B, heads, S, D]`` at ``positions [B, S]``, or ``[1, S]`` for all rows. Layers of a step
@@ -109,6 +110,15 @@ class Rotary:
         # Rotating there and back scales each pair by cos^2 + sin^2: the squared attention factor, and bf16 rounding.
         stretch = self._turn(self._turn(torch.ones_like(x[:, :1], dtype=torch.float32), cos, sin), cos, -sin)
         return (self._turn(x.float(), cos, -sin) / stretch).to(x.dtype)
+
+    def scale_queries(self, q: Tensor, positions: Tensor) -> Tensor:
+        """Multiply rotated queries ``[B, heads, S, D]`` by the model's factor for the last S ``positions``, if any."""
+        if self._query_scale is None:
+            return q
+        rope: Any = self._embedding.config.rope_parameters  # type: ignore[union-attr]
+        newest = positions[:, -q.shape[2] :]
+        scale = self._query_scale(newest, rope["llama_4_scaling_beta"], rope["original_max_position_embeddings"])
+        return q * scale.to(q.dtype)
 
     def check_recoverable(self, tokens: int) -> None:
         """Raise `SeergateError` if keys before RoPE cannot be recovered from the cache of a text of so many tokens."""

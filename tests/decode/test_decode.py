@@ -86,6 +86,17 @@ def test_a_budget_for_everything_is_the_plain_model(family):
         torch.testing.assert_close(torch.stack(output.logits), torch.stack(plain.logits), rtol=2e-4, atol=2e-4)
 
 
+def test_queries_that_are_scaled_by_their_position():
+    """Ministral 3 multiplies queries beyond a length, in the cache's positions too."""
+    rope = {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.5}
+    model = tiny_model("ministral3", rope_parameters={**rope, "original_max_position_embeddings": 8})
+    batch = left_padded([prompt(19, 1), prompt(11, 2)])
+    plain = model.generate(**batch, max_new_tokens=10, return_dict_in_generate=True, output_logits=True)
+    for name in ("streaming_llm", "gate"):
+        _, logits = tokens(model, pick(model, name, 4096), batch, new=10)
+        torch.testing.assert_close(logits, torch.stack(plain.logits, 1), rtol=2e-4, atol=2e-4)
+
+
 @pytest.mark.parametrize(
     ("name", "kind"), pairs(UNLIKE, ["gate", "quest", "streaming_llm"]) + pairs(list(GROUPS), ["gate", "quest"])
 )
