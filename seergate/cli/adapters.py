@@ -289,8 +289,9 @@ def _describe(bank: GateBank, options: argparse.Namespace) -> None:
 
 def results_of(runs: Path, bank: GateBank) -> list[dict[str, Any]]:
     """Accuracy of each setting in a run directory, or in all runs in a directory, as in `GateBank.results`; not of
-    settings with other gates than these. A `SeergateError` if there are only others. ``options`` has the options of a
-    method that differ from its defaults with these gates, apart from what limits it, and ``task_options`` the task's.
+    settings with other gates than these, nor of sweeps without these. A `SeergateError` if there are only others.
+    ``options`` has the options of a method that differ from its defaults with these gates, apart from what limits it,
+    and ``task_options`` the task's.
     """
     from seergate.eval.report.load import load_sweeps
     from seergate.fingerprint import fingerprint
@@ -299,13 +300,14 @@ def results_of(runs: Path, bank: GateBank) -> list[dict[str, Any]]:
     sweeps = [sweep for sweep in load_sweeps(runs) if not sweep.of_texts]
     if not sweeps:
         raise SeergateError(f"{runs} has scored texts only, and gates record results of answers; leave it out")
-    others = {setting.gates for sweep in sweeps for setting in sweep.settings} - {None}
-    if others and gates not in others:
-        raise SeergateError(
-            f"{runs} has results of other gates ({', '.join(sorted(map(str, others)))}) than {gates}, or of these in "
-            "another dtype"
-        )
-    mine = [setting for sweep in sweeps for setting in sweep.settings if setting.gates in (None, gates)]
+    evaluated = [{setting.gates for setting in sweep.settings} - {None} for sweep in sweeps]
+    if gates not in set().union(*evaluated):
+        others = ", ".join(sorted(set().union(*evaluated))) or "none"
+        raise SeergateError(f"{runs} has results of other gates ({others}) than {gates}, or of these in another dtype")
+    ours = [
+        sweep for sweep, used in zip(sweeps, evaluated, strict=True) if gates in used
+    ]  # others may be of any model
+    mine = [setting for sweep in ours for setting in sweep.settings if setting.gates in (None, gates)]
     if partial := next((setting for setting in mine if not setting.complete), None):
         raise SeergateError(f"{partial.directory} lacks samples; repeat the command that made it, or leave it out")
     return [

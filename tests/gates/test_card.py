@@ -186,6 +186,8 @@ def test_results_of_an_evaluation(bank, tmp_path):
         texts,
     )
     refused("texts has scored texts only", results_of, Path(texts), own)
+    output_of("eval", *arguments.replace(methods, "dense").split(), "--out", str(tmp_path / "dense"))
+    refused("dense has results of other gates .none. than", results_of, tmp_path / "dense", own)
     bank.save_pretrained(gates)
     assert "has results of other gates" in refusal(run_seergate("export", gates, out, "--results", runs))
     own.save_pretrained(gates)
