@@ -127,6 +127,9 @@ def check_engine(config: Any) -> None:
         "has, more than a block": model.is_hybrid,
         "its model has positions of several axes, and RoPE is undone by the number of the token": model.uses_mrope,
         "it denoises many tokens at once, which are no drafts": getattr(config, "diffusion_config", None) is not None,
+        "vLLM reads its params.json, which names no architecture (config_format='hf' reads its config.json)": (
+            model.hf_text_config.model_type == "transformer"  # as vLLM calls all models in Mistral's format
+        ),
         "vLLM runs this model by transformers' code, whose RoPE has no table of angles": (
             model.using_transformers_backend()
         ),

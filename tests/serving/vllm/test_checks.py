@@ -1,9 +1,13 @@
 """Wrong options are refused before any weights are read; without the key nothing changes."""
 
+import json
 import os
+from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import save_file
 
 from seergate import GateBank, GateConfig
 from seergate.serving.vllm.checks import check_engine, check_page
@@ -83,6 +87,19 @@ def test_models_refused_before_their_weights(family: str, options: Any, sentence
         setattr(model.config, name, value)
     model.config.save_pretrained(tmp_path)
     refused(sentence, configured, {"method": "quest", "dense_layers": []}, tmp_path, skip_tokenizer_init=True)
+
+
+def test_mistrals_own_format_is_refused_with_the_option_that_reads_the_other(tmp_path: Path) -> None:
+    """vLLM prefers it where a repository has both, as Mistral's own have."""
+    model, sizes = tiny_model("mistral", head_dim=32), {"dim": 64, "n_layers": 2, "head_dim": 32, "hidden_dim": 96}
+    model.config.architectures = [type(model).__name__]
+    model.config.save_pretrained(tmp_path)
+    save_file({"norm.weight": torch.ones(64)}, tmp_path / "consolidated.safetensors")
+    sizes |= {"n_heads": 4, "n_kv_heads": 2, "vocab_size": 128}
+    (tmp_path / "params.json").write_text(json.dumps(sizes | {"norm_eps": 1e-6, "rope_theta": 1e4}))
+    given = {"method": "quest", "dense_layers": []}, tmp_path
+    refused("reads its params.json, .*config_format='hf' reads", configured, *given, skip_tokenizer_init=True)
+    configured(*given, skip_tokenizer_init=True, config_format="hf")
 
 
 def test_engines_that_do_not_fit_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
