@@ -34,7 +34,7 @@ LAYOUTS = ("LBHNC", "LBNHC", "BLHNC", "BLNHC")
 
 @dataclass(eq=False)
 class Counts:
-    """Statistics, on the device so that CUDA graphs update them. Layers that read equally many tokens share them.
+    """Statistics, on the device so that CUDA graphs update them. Layers of a builder share them if all read as much.
 
     Attributes:
         read, held: tokens that decoding rows have read so far, and tokens that they held, both summed over the KV
@@ -185,6 +185,10 @@ class SparseBuilder:
                 f"anchors is {list(self.method.anchors)}; vLLM's cache has layers in groups with pages of their own, "
                 "and an anchor must be in the group of the layers that it chooses for"
             )
+        if same_in_all_layers(self.method):
+            counts = Counts(impl.counts.read.clone(), impl.counts.held.clone())
+            for each in impls:  # layers of other builders have other plans, which count for themselves
+                each.counts = counts
         self.graphs, self.drafts = fits_graphs(self.method, vllm_config), vllm_config.num_speculative_tokens
         page, size = kv_cache_spec.block_size, self.method.block_size
         room = kv_cache_spec.page_size_bytes - kv_cache_spec.unpadded_page_size_bytes
@@ -227,7 +231,7 @@ class SparseAttention:
     """Mixin for vLLM's attention of a layer, which still computes all dense attention.
 
     Attributes:
-        counts: statistics, shared by layers that read equally many tokens.
+        counts: statistics, shared by layers of a builder that read equally many tokens.
         anchor: the layer that selects blocks for this one (`DecodeConfig.anchors`); usually itself.
         pages: the layer's cache -> its `Pages`; does not keep a cache alive that vLLM has replaced.
     """

@@ -20,7 +20,7 @@ from seergate.serving.common.rope import Unrotation
 from seergate.serving.common.scoring import Scores
 from seergate.serving.common.settings import Settings
 from seergate.serving.common.statistics import statistics
-from seergate.serving.vllm.attention import Counts, same_in_all_layers, sparse_backend, sparse_layer, with_pages_of_16
+from seergate.serving.vllm.attention import Counts, sparse_backend, sparse_layer, with_pages_of_16
 from seergate.serving.vllm.checks import READABLE, WORKERS
 from seergate.serving.vllm.pages import PAGES
 
@@ -78,7 +78,6 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
     kinds = rope_kinds(skeleton(vllm_config.model_config.hf_config))
     frequencies: Tensor | None = None
     attentions: dict[int, Any] = {}
-    shared: dict[int, Counts] = {}
     if current_platform.is_cpu() and vllm_config.cache_config.block_size % 32:
         for module in vllm_config.compilation_config.static_forward_context.values():  # a draft model's too
             if isinstance(module, Attention):
@@ -98,8 +97,6 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
                 gate.inv_freq = frequencies  # one tensor, so that layers share its angles
             scoring = scores(method, attention.head_size, dtype, attention.impl.scale, gate, unrotate)
         counts = Counts(*torch.zeros(2, dtype=torch.long, device=device))
-        if same_in_all_layers(method):
-            counts = shared.setdefault(attention.num_kv_heads, counts)
         make_sparse(attention, method, scoring, counts)
         attentions[layer] = attention
         attention.impl.anchor = attentions[anchor].impl

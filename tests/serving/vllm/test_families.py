@@ -32,3 +32,20 @@ def test_tokens_are_those_of_transformers(family: str, tmp_path: Any) -> None:
     assert dense != sparse
     assert served(token_budget=64) == sparse
     assert served(threshold=1e-30) == dense  # every block, by way of the page tables
+
+
+def test_layers_in_several_groups_of_the_cache_are_each_counted_once(tmp_path: Any) -> None:
+    """Three layers with full attention beside one with a window are three groups, each with a plan of its own."""
+    kinds = ["full_attention"] * 3 + ["sliding_attention"]
+    model = tiny_model("gemma2", **SIZES, query_pre_attn_scalar=32, num_hidden_layers=4, layer_types=kinds)
+    model.save_pretrained(tmp_path)
+    rule = {"method": "quest", "token_budget": 64, "dense_layers": []}
+    with engine(tmp_path, rule, skip_tokenizer_init=True, max_model_len=512) as llm:
+        answers(llm, [prompt(150)[0].tolist()], NEW, stop=False)
+        (stats,) = llm.collective_rpc("seergate_stats")
+        groups = llm.llm_engine.model_executor.driver_worker.worker.model_runner.kv_cache_config.kv_cache_groups
+    assert len(groups) == 4 and sorted(stats["layers"]) == [0, 1, 2]
+    lengths = [150 + step for step in range(1, NEW)]
+    for layer in stats["layers"].values():  # of two KV heads
+        assert layer["tokens_held"] == 2 * sum(lengths)
+        assert layer["tokens_read"] == 2 * sum(32 + (length - 1) % 32 + 1 for length in lengths)
