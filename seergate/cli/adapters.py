@@ -300,7 +300,7 @@ def results_of(runs: Path, bank: GateBank) -> list[dict[str, Any]]:
     sweeps = [sweep for sweep in load_sweeps(runs) if not sweep.of_texts]
     if not sweeps:
         raise SeergateError(f"{runs} has scored texts only, and gates record results of answers; leave it out")
-    evaluated = [{setting.gates for setting in sweep.settings} - {None} for sweep in sweeps]
+    evaluated = [{setting.gates for setting in sweep.settings if setting.gates} for sweep in sweeps]
     if gates not in set().union(*evaluated):
         others = ", ".join(sorted(set().union(*evaluated))) or "none"
         raise SeergateError(f"{runs} has results of other gates ({others}) than {gates}, or of these in another dtype")
