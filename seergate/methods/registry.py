@@ -33,8 +33,8 @@ METHODS: dict[str, type[Method]] = {}
 """Name -> class of every known method, in the order in which reports list them."""
 
 
-def check_states(kind: type[Method]) -> None:
-    """Raise `SeergateError` if a method's class does not say what its states are, or names the default of an option
+def check_class(kind: type[Method]) -> None:
+    """Raise `SeergateError` if a method's class does not say what its states are, or names a default of an option
     without effect.
     """
     if kind.new_state is Method.new_state and not hasattr(kind, "state"):
@@ -54,7 +54,7 @@ def _check(kind: Any) -> None:
     name = getattr(kind, "name", None)
     if not isinstance(name, str) or not name.replace("_", "a").isalnum():
         raise SeergateError(f"{kind.__name__}.name is {name!r}; it must be of letters, digits and underscores")
-    check_states(kind)
+    check_class(kind)
     if len(kind.calibrates) > 1:
         raise SeergateError(f"{kind.__name__} calibrates {', '.join(kind.calibrates)}; it may name one option")
 

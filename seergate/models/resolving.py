@@ -13,7 +13,7 @@ from seergate.errors import SeergateError, did_you_mean
 from seergate.fingerprint import fingerprint
 from seergate.gates.bank import Gates
 from seergate.methods import METHODS, Gate, Method, SelectingMethod, make_method, option_names
-from seergate.methods.registry import check_states
+from seergate.methods.registry import check_class
 from seergate.models.gate_bank import GateBank
 
 
@@ -34,7 +34,7 @@ def resolve_method(
     if isinstance(method, Method):
         if config is not None or options:
             raise SeergateError(f"{method!r} has its options already; give none beside it")
-        check_states(type(method))
+        check_class(type(method))
         return method
     raise SeergateError(f"the method is {method!r}; it must be a GateBank, its directory, a method or a method's name")
 
