@@ -16,7 +16,7 @@ from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.gates.geometry import ModelGeometry
-from seergate.models.rope import RopeKind, changing_rope, gate_frequencies
+from seergate.models.rope import RopeKind, changing_rope, gate_frequencies, modeling_module
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -125,9 +125,13 @@ def layer_type(config: Any, layer: int) -> str:
     return "sliding_attention" if getattr(config, "sliding_window", None) is not None else "full_attention"
 
 
-def window_of(config: Any, layer: int) -> int | None:
-    """Sliding window of one layer in tokens, its own included; ``None`` without one."""
-    return int(config.sliding_window) if layer_type(config, layer) == "sliding_attention" else None
+def window_of(model: PreTrainedModel, layer: int) -> int | None:
+    """Sliding window of one layer in tokens, its own included; ``None`` without one, also in a model whose code has no
+    windows, whatever its configuration says.
+    """
+    config, code = text_config(model), modeling_module(decoder_of(model))
+    windowed = hasattr(code, "create_sliding_window_causal_mask") and layer_type(config, layer) == "sliding_attention"
+    return int(config.sliding_window) if windowed else None
 
 
 def has_full_attention(config: Any, layer: int) -> bool:
@@ -291,8 +295,9 @@ def gate_geometry(model: PreTrainedModel, config: GateConfig) -> ModelGeometry:
 
 
 def check_eval_mode(model: PreTrainedModel) -> None:
-    """Refuse a model in training mode, in which dropout may be active."""
-    if model.training:
+    """Refuse a model in training mode, in which dropout may be active, or with parts that drop out by themselves."""
+    parts = (each for each in model.modules() if isinstance(each, nn.Dropout) or hasattr(each, "attention_dropout"))
+    if model.training or any(each.training for each in parts):
         raise SeergateError("the base model is in training mode; call model.eval() first")
 
 

@@ -302,8 +302,7 @@ class LayerBinding:
         decoder: Any = families.decoder_of(handle.model)
         self.decoder_config, self.num_layers = decoder.config, len(decoder.layers)
         self.spec = layer_spec(handle.model, layer, attention)
-        config = families.text_config(handle.model)
-        self.window = families.window_of(config, layer)  # as long as all positions, if any
+        self.window = families.window_of(handle.model, layer)  # as long as all positions, if any
         self.shared = bool(getattr(attention, "store_full_length_kv", False))  # later layers read its keys and values
         self.qk_hook = QKHook(handle.model, attention)
         self.arriving: tuple[GatedLayer, ForwardContext] | None = None  # set by the pre-hook, used by `attend`

@@ -61,13 +61,12 @@ def intercepted_attention(
     calls include q and k before RoPE in the layers ``hooked``.
     """
     config: Any = families.decoder_of(model).config
-    text = families.text_config(model)
     with ExitStack() as undo:
         for layer, attention in families.attention_modules(model):
             qk_hook = QKHook(model, attention) if layer in hooked else None
             if qk_hook is not None:
                 undo.callback(qk_hook.remove)
-            pack = _PackedAttention(layer, families.window_of(text, layer), qk_hook, attend)
+            pack = _PackedAttention(layer, families.window_of(model, layer), qk_hook, attend)
             undo.callback(AttentionSwap(attention, pack.before_forward, pack.attention).undo)
         undo.callback(setattr, config, "_attn_implementation_internal", config._attn_implementation_internal)
         config._attn_implementation_internal = ATTENTION_NAME

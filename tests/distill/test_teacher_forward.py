@@ -82,9 +82,16 @@ def test_pack_against_the_models_own_maps(family, reduction, row_start, sinks):
         assert error < 1e-4, f"{name}: relative error {error:.1e}"
 
 
-def test_a_window_that_a_model_keeps_to_its_masks():
-    """Qwen2-MoE does not give its window to the attention function, and a pack has no masks."""
-    model = tiny_model("qwen2_moe", attn_implementation="eager", use_sliding_window=True, sliding_window=16)
+@pytest.mark.parametrize(
+    ("family", "windows"),
+    [
+        ("qwen2_moe", {"use_sliding_window": True, "sliding_window": 16}),
+        ("llama", {"sliding_window": 16, "layer_types": ["sliding_attention", "full_attention"]}),
+    ],
+)
+def test_windows_are_those_of_the_models_masks(family, windows):
+    """Qwen2-MoE gives its window to the masks only, which packs have not; Llama's code has no windows."""
+    model = tiny_model(family, attn_implementation="eager", **windows)
     bank, ids = GateBank.for_model(model, GateConfig(8, 16)), prompt(50)
     reference = expected(bank, model, [ids[0]], 0.5, "row_mean")
     torch.testing.assert_close(bank.distill_loss(model, input_ids=ids), reference, rtol=1e-4, atol=1e-6)

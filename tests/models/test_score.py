@@ -98,6 +98,8 @@ def test_a_model_in_training_mode_is_refused():
     """Its dropout would make the scores random."""
     model = tiny_model("qwen3", attention_dropout=0.5).train()
     refused("training mode", seergate.score, model, prompt(8), start=4)
+    model.eval().model.layers[1].train()
+    refused("training mode", seergate.score, model, prompt(8), start=4)
     assert torch.isfinite(seergate.score(model.eval(), prompt(8), start=4).log_probs).all()
 
 
