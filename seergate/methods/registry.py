@@ -40,6 +40,8 @@ def check_class(kind: type[Method]) -> None:
     if kind.new_state is Method.new_state and not hasattr(kind, "state"):
         raise SeergateError(f"{kind.__name__} has no states; it must name their class as state, or override new_state")
     for option in fields(kind):
+        if option.default is MISSING or not option.init:  # made for each object
+            continue
         named = getattr(kind, option.name, option.default)
         if named is not option.default and not hasattr(named, "__set__"):  # slots and properties have it
             raise SeergateError(

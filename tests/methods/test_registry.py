@@ -4,7 +4,7 @@ import copy
 import re
 import sys
 import warnings
-from dataclasses import dataclass, fields, replace
+from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
 import pytest
@@ -179,6 +179,7 @@ def test_a_default_without_effect_is_refused():
     @dataclass(kw_only=True, slots=True)
     class Right(methods.H2O):
         interval: int = 4
+        dense_layers: tuple[int, ...] = field(default_factory=lambda: (1,))
 
     model = tiny_model("qwen3")
     for kind in (Undecorated, Untyped):
