@@ -115,7 +115,8 @@ ANSWERS = r"""
     \begin{pmatrix}1&2\\3&4\end{pmatrix} == \left[\begin{array}{cc}1 & 2 \\ 3 & 4\end{array}\right]
     \begin{pmatrix}1&2\\3&4\end{pmatrix} != \left[\begin{array}{cc}1 & 2 \\ 3 & 5\end{array}\right]
     \begin{pmatrix}1/3\\2\end{pmatrix} == \begin{pmatrix}\dfrac{1}{3}\\[4pt] 2\end{pmatrix}
-    \begin{pmatrix}1/3\\2\end{pmatrix} != \begin{pmatrix}\frac13 \\[0.5 em] 3\end{pmatrix}
+    \begin{pmatrix}1/3\\2\end{pmatrix} == \begin{pmatrix}\frac13 \\* [+0.5\baselineskip] 2\end{pmatrix}
+    \begin{pmatrix}1/3\\2\end{pmatrix} != \begin{pmatrix}\frac13 \\[0.5 em] 3\end{pmatrix}    \mathrm{AB} == BA
     77 == €77 || 77 € || £ 77 != €78    €77 == 77 != £77 || \$77 || 77\text{ dollars} || 77\%
     2,3 == 2\,\text{ or }\,3 || 2\ \text{or}\ 3 != 2\,\text{ or }\,4    x\,\text{or}\,y == x \text{ or } y != xy
     (-\infty,2) == (−∞, 2) || x<2 || 2 > x != (∞, 2) || x\le 2 || x>2 || x<3 || x\ne 2    0.5 == \frac{1}{2}

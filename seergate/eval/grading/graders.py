@@ -240,7 +240,7 @@ def grade_math(answer: str, gold: str, equivalent: Equivalence) -> Verdict:
     if answer == gold.strip():
         return True, "equal as text"
     words = (" ".join(re.sub(TEXT, r" \1 ", DECORATION.sub("", each)).split()) for each in (gold, answer))
-    word = any((text := re.fullmatch(TEXT, each)) and text[1].strip().isalpha() for each in (gold, answer))
+    word = any(re.fullmatch(r"\\text[a-z]*\s*\{\s*[^\W\d_]+\s*\}", each) for each in (gold, answer))
     upright, (gold, answer) = _same_text(*words), (plain(gold), plain(answer))
     if upright or _same_text(gold, answer):
         return True, "equal as text but for how it is set"

@@ -26,7 +26,7 @@ _DEGREES = re.compile(r"(?:[({](\d+(?:\.\d+)?)[)}]|(\d+(?:\.\d+)?))\s*\^\s*(?:\\
 DECORATION = re.compile(
     r"\\(?:text)?color\s*\{[^{}]*\}|\\(?:underline|boldsymbol|bm|bf|it|rm|sf|tt|limits|(?:display|text|script)style"
     r"|[bB]igg?[lrm]?|tiny|scriptsize|footnotesize|small|normalsize|[Ll]arge|LARGE|[Hh]uge)(?![A-Za-z])"
-    r"|(?<=\\\\)\[-?[\d.]+ ?(?:pt|em|ex|[cm]m|in)\]"
+    r"|(?<=\\\\)\*?\s*\[\s*[-+]?[\d.]+\s*(?:pt|em|ex|[cm]m|in|\\baselineskip)\]"
 )
 """Commands of LaTeX that change how a text looks only, and the space behind a line break (``\\\\[4pt]``)."""
 _ANSWER = re.compile(r"\A(?:\\text(?:bf)?\s*\{\s*Answer\s*:\s*\}|Answer\s*:|\\approx(?![A-Za-z])|≈)\s*")
