@@ -109,6 +109,8 @@ def _run(options: argparse.Namespace, job: _Job, began: float) -> None:
     foreign = [name for name in written if not state and (job.out / name).exists()]
     if foreign:
         raise SeergateError(f"{job.out} has {foreign[0]}, which is not of a tune run; give another --out")
+    if "decision" in state and "trained" not in state and (job.out / GATES).exists():
+        raise SeergateError(f"{job.out} was begun by an earlier version of seergate; give another --out")
     requested = {name: getattr(options, name) for name in ("model", "data", "dtype", "hours")}
     requested |= {"max_length": job.config.max_length, "budget": job.budgets}
     for name, before in state.get("asked", {}).items():
@@ -279,7 +281,7 @@ class _Job:
                 steps.append(log.seconds)
 
         place, largest = self.out / TIMING, self.budgets[-1]
-        gates = place / next(iter(QUERIES.values()))
+        gates = place / tuple(QUERIES.values())[-1]  # the slower ones
         plans = self._evaluations(gates, place, 2, 2, [largest])
         for plan in plans:
             checked_task(plan)
@@ -305,7 +307,8 @@ class _Job:
         held_out = (bank.training_record["kl_held_out"] for bank in banks)
         group, head = (math.inf if kl is None else kl for kl in held_out)  # None: not finite, or too few packs
         per_head = head < (1 - MARGIN) * group
-        print(f"KL on held-out packs: {group:.3f} with a query per group, {head:.3f} with a query per head")
+        if math.isfinite(group + head):
+            print(f"KL on held-out packs: {group:.3f} with a query per group, {head:.3f} with a query per head")
         banks[per_head].save_pretrained(self.out / GATES)
 
     def recommend(self, decision: Decision) -> None:

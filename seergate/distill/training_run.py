@@ -344,6 +344,7 @@ class Run:
         Returns whether any process was asked to stop.
         """
         config, progress, packs = self.config, self.progress, self.config.packs_per_step
+        name = f"{self.name}: " if self.name else ""
         means = Averages.over(self.bank, config.recall_budgets, self.world, outputs, packs, stop)
         if means.non_finite:
             progress.non_finite += means.non_finite
@@ -353,7 +354,7 @@ class Run:
             )
             if progress.non_finite > NON_FINITE_LIMIT:
                 raise CommonError(
-                    f"{self.name + ': ' if self.name else ''}{text}; more than {NON_FINITE_LIMIT} is too many. If "
+                    f"{name}{text}; more than {NON_FINITE_LIMIT} is too many. If "
                     "the gates have diverged, start over with a smaller learning_rate; else leave out these data"
                 )
             self._say(text)
@@ -361,7 +362,9 @@ class Run:
         lr = scheduled_rate(config, step) if means.non_finite < packs else 0.0
         norm = self.engine.update(lr)
         if not math.isfinite(norm):
-            raise CommonError(f"step {step + 1} gave a gradient norm of {norm}; the checkpoint before it is intact")
+            raise CommonError(
+                f"{name}step {step + 1} gave a gradient norm of {norm}; the checkpoint before it is intact"
+            )
         progress.tokens += means.tokens
         progress.held_out_kl = progress.held_out_recall = progress.held_out_row_start = None
         kl = sum(means.kl_per_layer) / len(self.bank)

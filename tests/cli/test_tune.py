@@ -236,6 +236,9 @@ def test_all_of_it_killed_and_continued(model, data, tmp_path, monkeypatch):
     def again(*more, place=str(out)):
         return run_seergate(*command, "--out", place, *more)
 
+    (out / "gates").mkdir()
+    assert "was begun by an earlier version of seergate" in refusal(again())
+    (out / "gates").rmdir()
     message = refusal(again("--budget", "96"))
     assert "budget is [96], but" in message and "was begun with [48, 64, 128]" in message
 
