@@ -21,6 +21,10 @@ def test_the_bound_for_the_mean_query_by_hand():
     assert quest.scores(last)[..., 0].tolist() == [[5.0]]
 
 
+def test_defaults():
+    assert methods.ReSA().nominal == "256 or 10 %" and methods.ReSA().rectify_every == 32
+
+
 @pytest.mark.parametrize("group", [1, 4, 5, 7, 8])
 def test_rows_of_any_length_against_loops(group):
     size, share, budget, lengths = 4, 0.3, 12, [1, 4, 30, 63, 100]
