@@ -304,9 +304,8 @@ def results_of(runs: Path, bank: GateBank) -> list[dict[str, Any]]:
     if gates not in set().union(*evaluated):
         others = ", ".join(sorted(set().union(*evaluated))) or "none"
         raise SeergateError(f"{runs} has results of other gates ({others}) than {gates}, or of these in another dtype")
-    ours = [
-        sweep for sweep, used in zip(sweeps, evaluated, strict=True) if gates in used
-    ]  # others may be of any model
+    # Sweeps without these gates may be of any model.
+    ours = [sweep for sweep, used in zip(sweeps, evaluated, strict=True) if gates in used]
     mine = [setting for sweep in ours for setting in sweep.settings if setting.gates in (None, gates)]
     if partial := next((setting for setting in mine if not setting.complete), None):
         raise SeergateError(f"{partial.directory} lacks samples; repeat the command that made it, or leave it out")

@@ -6,6 +6,7 @@ because the layout cannot be inferred from sizes when the sequence is as long as
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Literal
@@ -16,7 +17,7 @@ from seergate.config import GateConfig
 from seergate.errors import SeergateError
 from seergate.gates.bank import Gates
 from seergate.gates.geometry import ModelGeometry
-from seergate.models.rope import RopeKind, changing_rope, gate_frequencies, modeling_module
+from seergate.models.rope import RopeKind, changing_rope, gate_frequencies
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel
@@ -129,9 +130,10 @@ def window_of(model: PreTrainedModel, layer: int) -> int | None:
     """Sliding window of one layer in tokens, its own included; ``None`` without one, also in a model whose code has no
     windows, whatever its configuration says.
     """
-    config, code = text_config(model), modeling_module(decoder_of(model))
-    windowed = hasattr(code, "create_sliding_window_causal_mask") and layer_type(config, layer) == "sliding_attention"
-    return int(config.sliding_window) if windowed else None
+    config, decoder = text_config(model), decoder_of(model)
+    kinds = type(getattr(decoder, "_orig_mod", decoder)).__mro__  # a user's class may be a subclass
+    masked = any(hasattr(sys.modules[kind.__module__], "create_sliding_window_causal_mask") for kind in kinds)
+    return int(config.sliding_window) if masked and layer_type(config, layer) == "sliding_attention" else None
 
 
 def has_full_attention(config: Any, layer: int) -> bool:
