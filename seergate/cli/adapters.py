@@ -300,12 +300,14 @@ def results_of(runs: Path, bank: GateBank) -> list[dict[str, Any]]:
     sweeps = [sweep for sweep in load_sweeps(runs) if not sweep.of_texts]
     if not sweeps:
         raise SeergateError(f"{runs} has scored texts only, and gates record results of answers; leave it out")
-    evaluated = [{setting.gates for setting in sweep.settings if setting.gates} for sweep in sweeps]
-    if gates not in set().union(*evaluated):
-        others = ", ".join(sorted(set().union(*evaluated))) or "none"
-        raise SeergateError(f"{runs} has results of other gates ({others}) than {gates}, or of these in another dtype")
     # Sweeps without these gates may be of any model.
-    ours = [sweep for sweep, used in zip(sweeps, evaluated, strict=True) if gates in used]
+    ours = [sweep for sweep in sweeps if gates in {setting.gates for setting in sweep.settings}]
+    if not ours:
+        others = {setting.gates for sweep in sweeps for setting in sweep.settings if setting.gates}
+        raise SeergateError(
+            f"{runs} has results of other gates ({', '.join(sorted(others)) or 'none'}) than {gates}, or of these in "
+            "another dtype"
+        )
     mine = [setting for sweep in ours for setting in sweep.settings if setting.gates in (None, gates)]
     if partial := next((setting for setting in mine if not setting.complete), None):
         raise SeergateError(f"{partial.directory} lacks samples; repeat the command that made it, or leave it out")

@@ -255,7 +255,7 @@ def kv_heads(model: PreTrainedModel) -> dict[int, int]:
 
 
 def rope_kind(config: Any, attention: Any) -> RopeKind:
-    """Return how the cached keys of an attention module are computed from its keys before RoPE; see `Rotary`."""
+    """Return the kind of RoPE of an attention module; see `Rotary`."""
     family = family_of(config)
     return family.rope if family.rotates is None or family.rotates(attention) else "none"
 
