@@ -21,12 +21,8 @@ def is_number(value: object) -> TypeGuard[float]:
 def check_count(name: str, value: Any, least: int = 0, most: int | None = None) -> None:
     """Check that a value is a whole number in ``least..most``."""
     right = is_int(value) and value >= least and (most is None or value <= most)
-    check(
-        name,
-        value,
-        right,
-        f"a whole number, {least} or greater" if most is None else f"a whole number in {least}..{most}",
-    )
+    bounds = f", {least} or greater" if most is None else f" in {least}..{most}"
+    check(name, value, right, f"a whole number{bounds}")
 
 
 def check_counts(options: object, *, optional: bool = False, **least: int) -> None:
