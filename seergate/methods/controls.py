@@ -107,7 +107,7 @@ class RandomEvictState(BudgetedState):
 
     def append(self, step: Step) -> None:
         super().append(step)
-        self.add_positions("position", step)
+        self.add_positions(step)
 
     def importance(self, step: Step, row: int) -> Tensor:
         position_KT = self.rows["position"][row, :, : step.ends[row]].long()

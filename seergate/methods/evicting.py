@@ -171,9 +171,9 @@ class EvictingState(CompressingState):
         spec, self.tokens_per_entry[name] = self.spec, 1
         self.rows[name] = torch.zeros(spec.batch, spec.num_kv_heads, 0, dtype=dtype, device=spec.device)
 
-    def add_positions(self, name: str, step: Step) -> None:
-        """Store in ``rows[name]`` the position of each new token in its row; call it after `append`."""
-        positions = self.rows[name]
+    def add_positions(self, step: Step) -> None:
+        """Store in ``rows["position"]`` the position of each new token in its row; call it after `append`."""
+        positions = self.rows["position"]
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
             seen = self.total_tokens(row)
             positions[row, :, start : start + count] = torch.arange(seen - count, seen, device=positions.device)

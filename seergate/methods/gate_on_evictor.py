@@ -51,7 +51,7 @@ class GateOnEvictorState(EvictingState):
     def append(self, step: Step) -> None:
         super().append(step)
         self.evicting.append(step)
-        self.add_positions("position", step)
+        self.add_positions(step)
         self.gating.append(self._whole(step))
 
     def observe_attention(self, step: Step) -> None:

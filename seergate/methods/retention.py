@@ -74,7 +74,7 @@ class RetentionState(BudgetedState):
         scores_BKS, score = self.gate(step.hidden()), self.rows["score"]
         for row, (at, count) in enumerate(zip(step.starts, step.counts, strict=True)):
             score[row, :, at : at + count] = scores_BKS[row, :, :count]
-        self.add_positions("position", step)
+        self.add_positions(step)
 
     def known(self, step: Step, row: int) -> tuple[Tensor, Tensor]:
         """Score and position of a row's residents, ``[K, T]``."""
