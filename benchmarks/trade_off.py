@@ -20,7 +20,7 @@ from typing import Any
 from board import MODELS, PARTS
 from common import RESULTS
 
-from seergate.eval.report.plots import DPI, new_figure, style
+from seergate.eval.report.plots import DPI, new_figure, powers_of_two, style
 
 PICTURES = Path(__file__).resolve().parent.parent / "docs" / "images"
 TEXTS_OF = "qwen2.5-coder-0.5b"
@@ -95,9 +95,7 @@ def draw_anchors(results: Path) -> Any:
         drawn = style(method) | ({"linestyle": ":"} if label == "gate" else {})
         axes.plot([row["anchors"] for row in points], [row["kl"] for row in points], label=label, **drawn)
     counts = [row["anchors"] for row in rows if row["part"] == "plan"]
-    axes.set_xscale("log", base=2)
-    axes.set_xticks(counts, [str(count) for count in counts])
-    axes.minorticks_off()
+    powers_of_two(axes, counts)
     axes.set(xlabel="layers that choose, of 28", ylabel="KL from dense attention (nats per token)", ylim=(0, None))
     axes.legend()
     axes.grid(alpha=0.25)
