@@ -238,8 +238,7 @@ def _matched(
     banks: Banks,
 ) -> list[MethodSpec]:
     """Find the budgets at which the methods of a plan need equal bytes; measurements are stored with the runs."""
-    dense = store.in_order(store.read_samples(out / specs[0].label))
-    answer = replayed(dense)
+    answer = replayed(store.in_order(store.read_samples(out / specs[0].label)))
     made = {
         "answer": {name: answer[name] for name in ("task", "problem_id", "sample_idx", "prompt", "completion")},
         "model": fingerprint(model),
@@ -254,7 +253,7 @@ def _matched(
     def keep(matches: list[dict[str, Any]]) -> None:
         store.write_json(path, {"measure": plan.match, "made": made, "bytes": replay.known, "matches": matches})
 
-    replay = Replay(model, tokenizer, dense, MEASURES[plan.match], before["bytes"], lambda: keep(before["matches"]))
+    replay = Replay(model, tokenizer, answer, MEASURES[plan.match], before["bytes"], lambda: keep(before["matches"]))
     chosen, records = match(replay, specs, plan.budget or list(task.budgets), prepare=calibrated, banks=banks)
     new = {(record["target"], record[name]) for record in records for name in ("method", "label")}
     kept = [r for r in before["matches"] if not {(r["target"], r["method"]), (r["target"], r["label"])} & new]

@@ -2,6 +2,8 @@
 
 import json
 import re
+from contextlib import redirect_stdout
+from io import StringIO
 from itertools import accumulate
 
 import pytest
@@ -50,10 +52,11 @@ def run(tmp_path, measure, texts, budgets, scorer="attn_gate"):
     specs = distinct(grid(["dense", *texts], budgets, 8))
     arguments = (model, tokenizer, task)
     sweep(*arguments, specs[:1], tmp_path, options, gates=bank)
-    replay = Replay(model, tokenizer, read_samples(tmp_path / "dense"), MEASURES[measure])
+    replay = Replay(model, tokenizer, matching.replayed(read_samples(tmp_path / "dense")), MEASURES[measure])
     assert replay.bytes_per_token() == TOKENS
-    lines = []
-    chosen, records = matching.match(replay, specs, budgets, prepare=lambda s: s, banks=bank, say=lines.append)
+    with redirect_stdout(StringIO()) as printed:
+        chosen, records = matching.match(replay, specs, budgets, prepare=lambda s: s, banks=bank)
+    lines = printed.getvalue().splitlines()
     assert len(lines) == len(texts) - sum("kv4bit" in text or "token_budget" in text for text in texts)
     return sweep(*arguments, chosen, tmp_path, options, gates=bank), chosen, records
 
@@ -191,13 +194,13 @@ def test_gates_are_told_apart_by_their_weights(tmp_path):
     """Whatever they are called: what was measured with others of the same name, or none, is not taken for theirs."""
     model, tokenizer = support.model(), support.tokenizer()
     answer = {"problem_id": "p", "sample_idx": 0, "n_tokens": 2, "prompt": "a1", "completion": "a1 a2"}
-    replay = Replay(model, tokenizer, [answer], MEASURES["read"])
+    replay = Replay(model, tokenizer, answer, MEASURES["read"])
     (spec,) = grid(["gate"], [16], 8)
     for seed in (0, 1):
         torch.manual_seed(seed)
         replay.bytes(spec, bank := GateBank.for_model(model, GateConfig(8, 16)))
     assert len(replay.known) == 2
-    again = Replay(model, tokenizer, [answer], MEASURES["read"], dict(replay.known))
+    again = Replay(model, tokenizer, answer, MEASURES["read"], dict(replay.known))
     assert again.bytes(spec, bank) in replay.known.values() and again.known == replay.known
 
 

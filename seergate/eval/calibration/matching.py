@@ -61,7 +61,7 @@ class Replay:
 
     Args:
         model: a model in eval mode, nothing attached.
-        samples: samples of the dense run; `replayed` chooses one of them.
+        sample: the answer: the sample of the dense run that `replayed` chooses.
         figure: the measured quantity, a value of `MEASURES`.
         known: earlier measurements on the same answer and model; new ones are added.
         on_measured: called after each new measurement.
@@ -69,15 +69,14 @@ class Replay:
 
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
-    samples: Sequence[dict[str, Any]]
+    sample: dict[str, Any]
     figure: str
     known: dict[str, float] = field(default_factory=dict)
     on_measured: Callable[[], object] | None = None
 
     def __post_init__(self) -> None:
-        chosen = replayed(self.samples)
-        self.prompt = encode(self.tokenizer, chosen["prompt"])
-        self.answer = list(self.tokenizer(chosen["completion"], add_special_tokens=False)["input_ids"])
+        self.prompt = encode(self.tokenizer, self.sample["prompt"])
+        self.answer = list(self.tokenizer(self.sample["completion"], add_special_tokens=False)["input_ids"])
         if not self.answer:
             raise SeergateError("dense answered nothing, so there is nothing to compare bytes on")
 
@@ -171,15 +170,13 @@ def match(
     *,
     prepare: Callable[[MethodSpec], MethodSpec],
     banks: Banks,
-    say: Callable[[str], None] = print,
 ) -> tuple[list[MethodSpec], list[dict[str, Any]]]:
-    """Find the settings that take equal bytes on a replayed answer, and record the matches.
+    """Find the settings that take equal bytes on a replayed answer, print and record the matches.
 
     Args:
         specs: one per method; their token budgets are ignored.
         budgets: budgets in tokens of the dense cache.
         prepare: calibrates a setting.
-        say: called with the matches of each method in one line.
 
     Returns:
         The settings, without repetition, and one record per target and method: ``target`` (its name),
@@ -219,7 +216,7 @@ def match(
                     "matched": matched,
                 }
             )
-        say(f"{method}, {budget_option} for {'; '.join(outcomes)}")
+        print(f"{method}, {budget_option} for {'; '.join(outcomes)}")
     return chosen, records
 
 
