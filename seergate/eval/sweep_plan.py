@@ -15,7 +15,7 @@ from seergate.config import is_retention
 from seergate.errors import SeergateError, did_you_mean
 from seergate.eval.calibration.matching import MEASURES
 from seergate.eval.method_text import read_method
-from seergate.eval.runner import RunOptions
+from seergate.eval.run_config import RunOptions
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec, grid
 from seergate.eval.tasks.registry import make_task

@@ -6,10 +6,9 @@ Everything that a new method needs is exported here; docs/write_a_method.md show
 from __future__ import annotations
 
 from seergate.checks import check_choice, check_counts, check_flags, check_share
-from seergate.methods.base import LayerSpec, LayerState, Method, Rotary, Step
+from seergate.methods.base import AttentionOutput, LayerSpec, LayerState, Method, Rotary, Step
 from seergate.methods.controls import Dense, Oracle, Random, RandomEvict
 from seergate.methods.evicting import (
-    AttentionOutput,
     BudgetedMethod,
     BudgetedState,
     CompressingMethod,

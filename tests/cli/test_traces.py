@@ -11,10 +11,9 @@ from seergate.cli import traces
 from seergate.cli.traces import recorded_commit
 from seergate.distill.data import questions
 from seergate.distill.formatting import Formatter
-from seergate.distill.sources import TRAINING_SEEDS
 from seergate.durable import lock
 from seergate.eval.store import write_yaml
-from seergate.eval.tasks.chain_sum import make_problems
+from seergate.eval.tasks.chain_sum import TRAINING_SEEDS, make_problems
 from seergate.paths import shipped
 from seergate.pretrained import chat_text, load_tokenizer
 from tests.support import evaluation as support

@@ -6,7 +6,8 @@ import torch
 from seergate import GateBank, SeergateError
 from seergate.distill.base_model import fresh_gates, given_gates
 from seergate.distill.config import TrainConfig
-from seergate.distill.losses.teacher_forward import DistillSpec, distill_steps
+from seergate.distill.losses.distill_loss import DistillSpec
+from seergate.distill.losses.teacher_forward import distill_steps
 from seergate.ops import reference
 from tests.decode.test_decode import BLOCK, gates
 from tests.gates.conftest import attention_calls, queries_and_keys

@@ -13,8 +13,8 @@ from transformers import PreTrainedTokenizerFast
 from seergate.distill import TrainConfig, load_train_config
 from seergate.distill.data import prepare_data, token_files, tokenise
 from seergate.distill.formatting import Formatter, MalformedRow, answer_turn, question, training_template
-from seergate.distill.sources import TRAINING_SEEDS, streamed
-from seergate.eval.tasks.chain_sum import make_problems
+from seergate.distill.sources import streamed
+from seergate.eval.tasks.chain_sum import TRAINING_SEEDS, make_problems
 from seergate.eval.tasks.prompts import prompt_text
 from seergate.eval.tasks.task import Problem
 from tests.distill.conftest import GPT_OSS, PLAIN, R1, TEMPLATES, byte_tokenizer

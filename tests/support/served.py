@@ -13,7 +13,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
 
 from seergate import GateBank
 from seergate.cli.main import main
-from seergate.eval.runner import RunOptions, evaluate
+from seergate.eval.run_config import RunOptions
+from seergate.eval.runner import evaluate
 from seergate.eval.sampling import Sampling
 from seergate.eval.settings import MethodSpec
 from seergate.eval.store import key_of, read_samples
