@@ -23,6 +23,7 @@ from weakref import ref
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
+from torch.utils.hooks import RemovableHandle
 from transformers import PreTrainedModel
 from transformers.cache_utils import (
     Cache,
@@ -133,8 +134,11 @@ class QKHook:
         self._handles = [self._modules[name].register_forward_hook(catch) for name, catch in self._catching.items()]
 
     def follow(self) -> None:
-        """Move the hooks to the modules that have replaced the hooked ones, as when PEFT adds or merges adapters."""
-        if any(getattr(self._attention, name) is not module for name, module in self._modules.items()):
+        """Move the hooks to the modules that have replaced the hooked ones, as when PEFT adds or merges adapters, and
+        behind hooks that were added later, which may change the output.
+        """
+        replaced = any(getattr(self._attention, name) is not module for name, module in self._modules.items())
+        if replaced or not (is_compiling() or all(map(_is_last, self._modules.values(), self._handles))):
             self.remove()
             self._hook()
 
@@ -172,6 +176,10 @@ class QKHook:
         if new == 1:
             return x.view(batch, heads, 1, self._head_dim)
         return x.view(batch, new, heads, self._head_dim).transpose(1, 2)
+
+
+def _is_last(module: nn.Module, handle: RemovableHandle) -> bool:
+    return next(reversed(module._forward_hooks), None) == handle.id
 
 
 class AttentionSwap:

@@ -105,6 +105,19 @@ def test_a_model_and_its_peft_wrapper_are_one(model):
     assert gates(wrapped).geometry.base_model is None, "the base alone is not what these gates are for"
 
 
+def test_a_hook_that_changes_keys_may_be_added_after_the_method():
+    """As one of activation steering: the method sees the changed keys before RoPE, as attention does."""
+    model = tiny_model("llama")
+    bank, texts = gates(model), list[torch.Tensor]()
+    with seergate.attached(model, bank, token_budget=2 * BLOCK):
+        for layer in model.model.layers:
+            layer.self_attn.k_proj.register_forward_hook(lambda module, args, keys: keys + torch.arange(32) / 8 - 2)
+        texts.append(model.generate(prompt(60), max_new_tokens=12))
+    with seergate.attached(model, bank, token_budget=2 * BLOCK):
+        texts.append(model.generate(prompt(60), max_new_tokens=12))
+    assert torch.equal(*texts)
+
+
 SHARED = {"num_kv_shared_layers": 2, "hidden_size_per_layer_input": 8, "num_hidden_layers": 4} | {
     **{"layer_types": ["sliding_attention", "full_attention"] * 2, "attention_k_eq_v": False}
 }
