@@ -113,26 +113,34 @@ def final_part(completion: str) -> str:
 
 def answered_program(completion: str, gold: str) -> str | None:
     """What a completion puts after the problem's prompt: all of it, or for a chat the last closed fenced block with
-    the function's definition or an indented body, else the last one; ``None`` without any in its `final_part`.
+    the function's definition (no signature alone behind a whole one) or an indented body, else the last one; ``None``
+    without any in its `final_part`.
     """
     record = json.loads(gold) if gold.strip() else {}
     if not record.get("chat"):
         return completion
     blocks, definition = fenced_blocks(final_part(completion)), f"def {record['entry_point']}("
-    whole = any(definition in block and not _is_stub(block) for block in blocks)
-    functions = [block for block in blocks if definition in block or (_BODY.match(block) and not whole)]
+    whole = any(definition in block and not _is_stub(block, broken=True) for block in blocks)
+    functions = [
+        block
+        for block in blocks
+        if (definition in block and not (whole and (_is_stub(block) or _is_stub(f"{block}\n    ..."))))
+        or (_BODY.match(block) and not whole)
+    ]
     program = [*blocks[-1:], *functions][-1] if blocks else ""
     program = dedent(program) if definition in program else program
     program = re.sub(r"(?m)^from __future__ import .*\n?", "", program)  # must come first, where the prompt is
     return f"\n{program}" if program.strip() else None
 
 
-def _is_stub(block: str) -> bool:
-    """Whether the functions in a block have no statements but docstrings, ``...``, ``pass`` and ``raise``."""
+def _is_stub(block: str, broken: bool = False) -> bool:
+    """Whether the functions in a block have no statements but docstrings, ``...``, ``pass`` and ``raise``; ``broken``
+    if it is no Python.
+    """
     try:
         tree = ast.parse(dedent(block))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
-        return True
+        return broken
     functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
     return all(isinstance(line, ast.Expr | ast.Pass | ast.Raise) for each in functions for line in each.body)
 
