@@ -50,7 +50,7 @@ _MULTIPLE = re.compile(
 )
 _SIGN = {"∞": "infty", "×": "times", "÷": "div", "·": "cdot", "⋅": "cdot", "±": "pm", "∓": "mp", "≤": "le", "≥": "ge"}
 _SIGN |= {"≠": "ne", "∪": "cup", "∩": "cap", "∅": "emptyset", "∈": "in", "→": "to"}
-_ROOT = re.compile(r"√\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|\w))?")
+_ROOT = re.compile(r"(?:√|(?<![A-Za-z\\])sqrt(?=\())\s*(?:\(([^()]*)\)|(\d+(?:\.\d+)?|\w))?")
 
 
 def latex(text: str) -> str:
@@ -113,6 +113,7 @@ def plain(text: str) -> str:
     text = _NOTHING.sub(lambda _: r"\emptyset", text.replace(r"\varnothing", r"\emptyset"))
     text = re.sub(r"\s*(?:°|\\degree(?![A-Za-z]))", r"^\\circ ", text)
     text = re.sub(r"(?<![\w.])(\d+(?:\.\d+)?)[eE]([+-]?\d+)(?![\w.])", r"\1\\times 10^{\2}", text)
+    text = re.sub(r"(\\math(?:rm|it))\s+([A-Za-z])", r"\1{\2}", text)
     text = re.sub(
         r"(\\[A-Za-z]+)?\s*\\(?:mathrm|mathit|text)\s*\{\s*([ie])\s*\}",
         lambda m: f"{m[1]} {m[2]}" if m[1] else m[2],
@@ -311,7 +312,7 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
         raise MisreadError("a set and a tuple")
     if not _RELATION.search(gold):
         gold = _JOINED.sub(", ", gold)
-    if len(_values(gold)) > 1 or re.search(r"\\[pm]{2}(?![A-Za-z])", gold):
+    if len(_values(gold)) > 1 or _brackets(gold) == "{" or re.search(r"\\[pm]{2}(?![A-Za-z])", gold):
         answer = _JOINED.sub(", ", answer)
     upright = set(re.findall("[A-Za-z]+", " ".join(re.findall(TEXT, gold + answer))))
     numbers = [list(map(int, re.findall(r"\d+", text.rpartition("=")[2]))) for text in (gold, answer)]
