@@ -325,6 +325,8 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
             raise MisreadError("a percentage and another unit")
     if unit and other and unit != other:
         raise MisreadError(f"another unit: {' '.join(other)} for {' '.join(unit)}")
+    if "'" in gold.rpartition("=")[2] and "'" not in answer:  # math-verify leaves it out
+        raise MisreadError("the gold answer has a prime")
     gold_signs = {match[0] for match in _FOREIGN.finditer(gold)}
     if strange := next((match[0] for match in _FOREIGN.finditer(answer) if match[0] not in gold_signs), None):
         raise MisreadError(f"the sign {strange!r}, which the gold answer does not have")
