@@ -303,13 +303,14 @@ class _Job:
 
         save_steps = max(1, min(self.config.save_steps, steps // 10))
         runs = _train(replace(self.config, save_steps=save_steps), steps)
-        banks = [GateBank.from_pretrained(run) for run in runs]
-        held_out = (bank.training_record["kl_held_out"] for bank in banks)
+        banks = {run.name: GateBank.from_pretrained(run) for run in runs}  # one if the other kind diverged
+        kinds = list(QUERIES.values())
+        held_out = (banks[kind].training_record["kl_held_out"] if kind in banks else None for kind in kinds)
         group, head = (math.inf if kl is None else kl for kl in held_out)  # None: not finite, or too few packs
         per_head = head < (1 - MARGIN) * group
         if math.isfinite(group + head):
             print(f"KL on held-out packs: {group:.3f} with a query per group, {head:.3f} with a query per head")
-        banks[per_head].save_pretrained(self.out / GATES)
+        banks.get(kinds[per_head], next(iter(banks.values()))).save_pretrained(self.out / GATES)
 
     def recommend(self, decision: Decision) -> None:
         """Run the missing evaluations, write the report, and print the recommendation."""

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import os
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -39,6 +39,9 @@ NOTES = {
 }
 """Options in which variants differ -> what then limits the comparison."""
 
+DIVERGED = ("", "", "diverged")
+"""Cells of a variant without gates, instead of parameters, tokens and KL."""
+
 
 @dataclass(frozen=True)
 class Study:
@@ -60,6 +63,7 @@ class Outcome:
 
     Attributes:
         parameters, tokens: number of the gates' parameters, and of training tokens.
+            Both are 0 if the variant diverged.
         kl: KL on the held-out packs after the last step, in nats per row; NaN if it is not finite.
         recall: token budget -> mean recall of the teacher's attention mass on the held-out packs.
     """
@@ -135,6 +139,7 @@ def run_studies(chosen: Sequence[tuple[Study, Mapping[str, TrainConfig]]]) -> li
     the commits of its first run.
     """
     from seergate.distill.base_model import FROZEN
+    from seergate.distill.distributed import Diverged
     from seergate.distill.trainer import prepare_run, run_together
 
     configs: list[dict[str, TrainConfig]] = []
@@ -158,9 +163,15 @@ def run_studies(chosen: Sequence[tuple[Study, Mapping[str, TrainConfig]]]) -> li
             prepare_run(config)  # a missing model or data file is found before the first one trains
         except SeergateError as error:
             raise SeergateError(f"{name}: {error}") from error
-    for runs in groups.values():
-        run_together({name: (config, []) for name, config in runs.items()}, compared=True)
-    return [[_outcome(variant, config) for variant, config in each.items()] for each in configs]
+    trained = set[Path]()
+    for left, runs in zip(range(len(groups))[::-1], groups.values(), strict=True):
+        try:
+            trained.update(run_together({name: (config, []) for name, config in runs.items()}, compared=True))
+        except Diverged as error:
+            if not (trained or left):
+                raise
+            print(error)
+    return [[_outcome(variant, config, trained) for variant, config in each.items()] for each in configs]
 
 
 def _pinned(configs: Mapping[str, TrainConfig]) -> dict[str, TrainConfig]:
@@ -213,9 +224,7 @@ def table(study: Study, outcomes: list[Outcome]) -> str:
     rows = [
         [
             outcome.variant,
-            f"{outcome.parameters:,}",
-            f"{outcome.tokens:,}",
-            f"{outcome.kl:.4f}",
+            *((f"{outcome.parameters:,}", f"{outcome.tokens:,}", f"{outcome.kl:.4f}") if outcome.tokens else DIVERGED),
             *(f"{outcome.recall[b]:.3f}" if b in outcome.recall else "" for b in budgets),
         ]
         for outcome in outcomes
@@ -230,10 +239,12 @@ def table(study: Study, outcomes: list[Outcome]) -> str:
     return text
 
 
-def _outcome(variant: str, config: TrainConfig) -> Outcome:
-    """Read the outcome of a variant that has ended from its adapter."""
+def _outcome(variant: str, config: TrainConfig, trained: Collection[Path]) -> Outcome:
+    """Read the outcome of a variant from its adapter, if that is among those ``trained``."""
     from seergate.models.gate_bank import GateBank
 
+    if config.run_dir not in trained:
+        return Outcome(variant, 0, 0, math.nan, {})
     bank = GateBank.from_pretrained(config.run_dir)
     kl, shares = bank.training_record["kl_held_out"], bank.training_record["recall_held_out"] or {}
     recall = {int(budget): share for budget, share in shares.items()}

@@ -44,6 +44,10 @@ class CommonError(SeergateError):
     is_common = True
 
 
+class Diverged(CommonError):
+    """The loss or gradient of a run is not finite."""
+
+
 @dataclass(frozen=True)
 class DistributedState:
     """This process's ``rank`` among the ``size`` processes of a run, and its ``local_rank`` on this machine."""

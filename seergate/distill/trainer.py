@@ -15,7 +15,7 @@ from seergate.distill.base_model import FROZEN, join_all_gathers
 from seergate.distill.callbacks import Callback
 from seergate.distill.config import TrainConfig
 from seergate.distill.data import DataReport
-from seergate.distill.distributed import CommonError, DistributedState, expect_steps, init_distributed
+from seergate.distill.distributed import CommonError, DistributedState, Diverged, expect_steps, init_distributed
 from seergate.distill.engines import prepare_deepspeed
 from seergate.distill.losses.distill_loss import DistillOutput
 from seergate.distill.losses.teacher_forward import distill_steps
@@ -49,7 +49,8 @@ def prepare_run(config: TrainConfig) -> DataReport:
 def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]], *, compared: bool = False) -> list[Path]:
     """Train several runs with one frozen model, which computes each pack once for all of them.
 
-    Each run gives the same result as on its own. Returns the directories of the adapters.
+    Each run gives the same result as on its own. A run that diverges ends, and the others go on. Returns the
+    directories of the adapters, or raises `Diverged` if there are none.
 
     Args:
         runs: name -> configuration and callbacks of the run. Only the first run with steps to take shows them; every
@@ -103,10 +104,11 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]], *, 
         expect_steps()
         with stop_requests(world.is_main, all(run.config.resume for run in members)) as requested:
             _train(members, requested)
-        for run in members:
+        ended = [run for run in members if run.failure is None]
+        for run in ended:
             run.finish()
         world.leave()
-        return [run.dir for run in members]
+        return [run.dir for run in ended]
     except torch.OutOfMemoryError as error:
         advice = "`seergate plan` with the same options says what it needs; max_length and quantize help"
         if through_model:
@@ -137,12 +139,19 @@ def _train(runs: list[Run], requested: set[int]) -> None:
     if stop:
         raise stopped(min(run.done for run in runs))
     for step in range(min(run.done for run in runs), last):
-        active = [run for run in runs if run.done <= step < run.config.max_steps]
+        active = [run for run in runs if run.done <= step < run.config.max_steps and run.failure is None]
         started, outputs = time.monotonic(), dict[Run, list[DistillOutput]]()
         for group in _sharing(active):
             outputs |= _distill(group, group[0].packs(step), step * group[0].config.packs_per_step)
         for run in active:
-            stop |= run.update(step, outputs[run], started, bool(requested))
+            try:
+                stop |= run.update(step, outputs[run], started, bool(requested))
+            except Diverged as error:
+                run.failure = error
+                if all(each.failure for each in runs):
+                    raise Diverged(f"{run.name}: {error}" if run.name else str(error)) from None
+                run.say(f"{error}; the other runs go on")
+        active = [run for run in active if run.failure is None]
         evaluating = [run for run in active if run.evaluates(step) and not stop]  # else it is made up for later
         for run, evaluation in _evaluate(evaluating).items():
             stop |= run.evaluated(step, evaluation, bool(requested))

@@ -48,7 +48,7 @@ from seergate.distill.checkpoint import (
 )
 from seergate.distill.config import TrainConfig, locate_model
 from seergate.distill.data import prepare_data, token_files
-from seergate.distill.distributed import CommonError, DistributedState
+from seergate.distill.distributed import DistributedState, Diverged
 from seergate.distill.engines import check_engine, check_zero, make_engine
 from seergate.distill.losses.distill_loss import PUBLISHED_SCALE, DistillOutput, DistillSpec
 from seergate.distill.memory import capacity, decide_sharding, overhead, peak_bytes
@@ -106,6 +106,7 @@ class Run:
         self.progress = Progress()
         self.locked: IO[bytes] | None = None
         self.owns_directory = False
+        self.failure: Diverged | None = None
 
     def begin(self) -> None:
         """Raise `SeergateError` early if the run cannot start or contradicts the checkpoint it would resume from."""
@@ -156,7 +157,7 @@ class Run:
                 console = Console(config.max_steps, self.done, config.logging_steps, self.name, shows_steps)
                 self.callbacks += [console, *open_trackers(config, self.done + 1)]
             for text in self._introduction():
-                self._say(text)
+                self.say(text)
         return base
 
     def check(self) -> None:
@@ -228,13 +229,13 @@ class Run:
     def finish(self) -> None:
         """Write the adapter and, with ``push_to_hub``, upload it. If the upload fails, the adapter is still saved."""
         if self.progress.non_finite and self.progress.final_kl is None:
-            self._say("no pack of the last step gave a finite loss: the gates may have diverged")
+            self.say("no pack of the last step gave a finite loss: the gates may have diverged")
         self.world.from_main(lambda: self._export(self.dir))
         repo = self.config.push_to_hub
         if repo is None or not self.world.is_main:
             return
         if note := base_note(self.config.model):
-            self._say(note)
+            self.say(note)
         try:
             address = GateBank.from_pretrained(self.dir).push_to_hub(repo)
         except Exception as error:  # network and server errors of any type end the run with one sentence
@@ -243,7 +244,7 @@ class Run:
                 f"the same command{'' if self.config.resume else ', without --no-resume,'} uploads them without "
                 "training again"
             ) from error
-        self._say(f"uploaded: {address}")
+        self.say(f"uploaded: {address}")
 
     def close(self) -> None:
         """Close the callbacks and delete offloaded layers."""
@@ -344,7 +345,6 @@ class Run:
         Returns whether any process was asked to stop.
         """
         config, progress, packs = self.config, self.progress, self.config.packs_per_step
-        name = f"{self.name}: " if self.name else ""
         means = Averages.over(self.bank, config.recall_budgets, self.world, outputs, packs, stop)
         if means.non_finite:
             progress.non_finite += means.non_finite
@@ -353,18 +353,16 @@ class Run:
                 f"out ({progress.non_finite} in this run)"
             )
             if progress.non_finite > NON_FINITE_LIMIT:
-                raise CommonError(
-                    f"{name}{text}; more than {NON_FINITE_LIMIT} is too many. If "
+                raise Diverged(
+                    f"{text}; more than {NON_FINITE_LIMIT} is too many. If "
                     "the gates have diverged, start over with a smaller learning_rate; else leave out these data"
                 )
-            self._say(text)
+            self.say(text)
         # AdamW's momentum would move the gates even if no pack gave a gradient.
         lr = scheduled_rate(config, step) if means.non_finite < packs else 0.0
         norm = self.engine.update(lr)
         if not math.isfinite(norm):
-            raise CommonError(
-                f"{name}step {step + 1} gave a gradient norm of {norm}; the checkpoint before it is intact"
-            )
+            raise Diverged(f"step {step + 1} gave a gradient norm of {norm}; the checkpoint before it is intact")
         progress.tokens += means.tokens
         progress.held_out_kl = progress.held_out_recall = progress.held_out_row_start = None
         kl = sum(means.kl_per_layer) / len(self.bank)
@@ -405,7 +403,7 @@ class Run:
         means = Averages.over(self.bank, self.config.recall_budgets, self.world, outputs, count, stop)
         if means.non_finite:
             lost = f"{means.non_finite} of {count} held-out packs gave no finite loss and were left out"
-            self._say(f"step {step + 1}: {lost}")
+            self.say(f"step {step + 1}: {lost}")
         log = EvalLog(step + 1, means.kl_per_layer, means.recall, self.bank.geometry.layers)
         for callback in self.callbacks:
             callback.on_eval(log)
@@ -448,6 +446,7 @@ class Run:
         }
         save_adapter(self.bank.cast(base_dtype(self.config, self.world.device)), directory)
 
-    def _say(self, text: str) -> None:
+    def say(self, text: str) -> None:
+        """Show a message to the user."""
         for callback in self.callbacks:
             callback.on_message(text)

@@ -15,6 +15,7 @@ from seergate.distill import TrainConfig, run_distillation, training_run
 from seergate.distill.ablation import Outcome, Study, load_study, run_studies, studies, table, variant_configs
 from seergate.distill.callbacks import StepLog
 from seergate.distill.config import MAX_LENGTH
+from seergate.distill.distributed import CommonError
 from seergate.distill.stopping import Stopped
 from seergate.distill.trainer import run_together
 from seergate.errors import SeergateError
@@ -203,6 +204,27 @@ def test_a_signal_saves_all_runs(config: TrainConfig, tmp_path: Path) -> None:
         run_together({"first": (runs[0], [Signalled(2, signal.SIGTERM)]), "second": (runs[1], [])})
     saved = [[path.name for path in (run.run_dir / "checkpoints").iterdir()] for run in runs]
     assert saved == [["step-00000002"], ["step-00000002"]]  # the second heard of it before its step was over
+
+
+@pytest.mark.parametrize("own_model", [False, True])
+def test_variants_that_diverge_end_alone_and_are_named(config: TrainConfig, model_dir, tmp_path, capsys, own_model):
+    given: dict[str, Any] = {"learning_rate": 1e30, "qk_norm": False, "packs_per_step": 8}
+    if own_model:
+        given["model"] = str(shutil.copytree(model_dir, tmp_path / "other"))
+    study = Study("rates", {}, {"huge": given, "plain": {"learning_rate": 5e-3}})
+    options = options_of(config, max_steps=6, output_dir=str(tmp_path / "study"))
+    diverged, plain = run_study(study, variant_configs(study, config.model, options))
+    said = capsys.readouterr().out
+    assert "start over with a smaller learning_rate" in said and ("the other runs go on" in said) is not own_model
+    assert diverged.kl != diverged.kl and 0 < plain.kl < 10 and plain.tokens
+    rows = cells(table(study, [diverged, plain]).split("\n\n")[0])
+    assert [rows[2][0], rows[2][3]] == ["huge", "diverged"] and rows[3][3] == f"{plain.kl:.4f}"
+    assert not (tmp_path / "study" / "huge" / "gate_config.json").exists()
+    alone = run_distillation(variant_configs(study, config.model, {**options, "output_dir": f"{tmp_path}/b"})["plain"])
+    assert_identical(weights(tmp_path / "study" / "plain"), weights(alone))
+    study = replace(study, variants={"huge": given})
+    with pytest.raises(CommonError, match="^huge: step 4: 8 of 8 .*learning_rate"):
+        run_study(study, variant_configs(study, config.model, options))
 
 
 def test_the_command_trains_several_studies_at_once(config: TrainConfig, tmp_path: Path) -> None:
