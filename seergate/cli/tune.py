@@ -182,7 +182,10 @@ def _checked(options: argparse.Namespace) -> _Job:
                 f"budget is {budget}; it must be at least {least}, which is {2 + config.sink_blocks} blocks, and "
                 f"below {job.length}, the length of the texts that are scored"
             )
-    plan = make_plan(config)
+    plans = [make_plan(replace(config, q_pooling=pooling)) for pooling in QUERIES.values()]
+    trained = ("gates", "gradients", "moments")  # the rest is shared
+    sums = {name: sum(getattr(plan.memory, name) for plan in plans) for name in trained}
+    plan = replace(plans[-1], memory=replace(plans[-1].memory, **sums))
     if not plan.fits:
         print(plan.text())
         raise SeergateError("the model does not fit into this machine's memory, see above")

@@ -1,5 +1,6 @@
 """`seergate tune` on a tiny GGUF file: what is refused, how time is divided, and all of it, killed and continued."""
 
+import argparse
 import json
 import os
 import random
@@ -17,6 +18,7 @@ from seergate.cli import tune
 from seergate.cli.tune import decide, pair_seconds
 from seergate.config import GateConfig
 from seergate.distill.config import load_train_config
+from seergate.distill.estimate import make_plan
 from seergate.distill.held_out import divide
 from seergate.distill.long_text import texts, texts_here
 from seergate.durable import lock
@@ -89,6 +91,16 @@ def test_mistakes_are_refused_before_anything_is_written(arguments, said, model,
     monkeypatch.chdir(tmp_path)
     assert said in refusal(run_seergate("tune", str(model), *arguments))
     assert not list(tmp_path.iterdir())
+
+
+def test_memory_is_estimated_for_both_kinds_of_gates(model, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    arguments = ["tune", str(model), "--hours", "3", "--data", str(data), "--max-length", "512"]
+    monkeypatch.setattr("seergate.distill.estimate.overhead", lambda *_: 0)
+    tune.add_arguments(parser := argparse.ArgumentParser())
+    plan = make_plan(tune._checked(parser.parse_args(arguments[1:])).config)
+    monkeypatch.setattr("seergate.distill.estimate.capacity", lambda *_: plan.total + 1)  # those per group would fit
+    assert "the model does not fit into" in refusal(run_seergate(*arguments))
 
 
 def test_models_that_are_none_and_files_without_texts_are_refused(model, data, tmp_path, monkeypatch):
