@@ -18,6 +18,7 @@ from markdown.treeprocessors import Treeprocessor
 from markdown.util import AtomicString
 
 from seergate.durable import check_writable
+from seergate.errors import SeergateError
 from seergate.escaping import html_text, markdown_block, markdown_code, markdown_text, with_policy
 from seergate.eval.environment import GRADES_WITH
 from seergate.eval.generation.samples import Limit
@@ -39,6 +40,8 @@ from seergate.eval.report.tables import (
 )
 from seergate.eval.sampling import Sampling
 from seergate.eval.store import flatten, write_text
+
+TITLE = "Decoding with a token budget"
 
 
 @dataclass(frozen=True)
@@ -62,11 +65,15 @@ def write_report(
         *others: further such directories; comparable runs are put into one section, whatever their directory.
 
     Raises:
-        SeergateError: if no run has finished samples, a run is damaged, or two are runs of the same setting.
+        SeergateError: if no run has finished samples, a run is damaged, two are runs of the same setting, or ``out``
+            has another file named ``report.md``.
     """
     sweeps = load_sweeps(root, *others)
     out = Path(out or root)
     check_writable(out)
+    earlier = out / "report.md"
+    if earlier.is_file() and not earlier.read_bytes().startswith(f"# {TITLE}".encode()):
+        raise SeergateError(f"{earlier} is not a report of seergate's and would be replaced; give another --out")
     parts, plots, sentences = [], [], []
     one_task_each = len({sweep.task for sweep in sweeps}) == len(sweeps)  # which the headings name
     for i, (sweep, why) in enumerate(zip(sweeps, apart(sweeps), strict=True)):
@@ -75,7 +82,7 @@ def write_report(
         parts.append(text)
         plots += images
         sentences += findings(sweep)
-    title = f"Decoding with a token budget: {', '.join(dict.fromkeys(_name(s) for s in sweeps))}"
+    title = f"{TITLE}: {', '.join(dict.fromkeys(_name(s) for s in sweeps))}"
     markdown = "\n".join([f"# {markdown_text(title)}\n", *parts])
     write_text(out / "report.md", markdown)
     write_text(out / "report.html", to_html(title, markdown, out))

@@ -230,6 +230,16 @@ def test_runs_from_several_places_are_put_side_by_side(tmp_path):
         write_report(tmp_path / "a", tmp_path / "out", tmp_path / "b", tmp_path / "c")
 
 
+def test_a_report_replaces_only_reports(tmp_path):
+    write_run(tmp_path / "runs", "dense", None, lambda i: i < 18)
+    for _ in range(2):
+        write_report(tmp_path / "runs", tmp_path)
+    for text in ("# My report\n", ""):
+        (tmp_path / "report.md").write_text(text)
+        refused("report.md is not a report of seergate's", write_report, tmp_path / "runs", tmp_path)
+        assert (tmp_path / "report.md").read_text() == text
+
+
 def test_variants_at_different_budgets_have_series_of_their_own(tmp_path):
     """As `eval --match` makes them. What is calibrated for each budget is one variant."""
     for interval, budgets in ((8, (40, 100)), (16, (36, 92))):
