@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import ast
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, TypeGuard
 
 
@@ -16,6 +16,11 @@ def is_int(value: object) -> TypeGuard[int]:
 def is_number(value: object) -> TypeGuard[float]:
     """True if a value is an integer or a float, but not a bool."""
     return isinstance(value, (int, float)) and not isinstance(value, bool)
+
+
+def plain_numbers(options: Mapping[str, Any]) -> dict[str, Any]:
+    """Options with numbers of NumPy and PyTorch as Python's own."""
+    return {name: x.item() if getattr(x, "shape", None) == () else x for name, x in options.items()}
 
 
 def check_count(name: str, value: Any, least: int = 0, most: int | None = None) -> None:

@@ -11,6 +11,7 @@ from dataclasses import MISSING, fields
 from importlib.metadata import EntryPoint, entry_points
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from seergate.checks import plain_numbers
 from seergate.errors import SeergateError, did_you_mean, first_line
 from seergate.methods.base import Method
 from seergate.methods.evicting import EvictingMethod
@@ -34,9 +35,11 @@ METHODS: dict[str, type[Method]] = {}
 
 
 def check_class(kind: type[Method]) -> None:
-    """Raise `SeergateError` if a method's class does not say what its states are, or names a default of an option
-    without effect.
+    """Raise `SeergateError` if a method's class has no name, does not say what its states are, or names a default of
+    an option without effect.
     """
+    if not hasattr(kind, "name"):
+        raise SeergateError(f'{kind.__name__} has no name; it must be a class attribute, such as name = "mine"')
     if kind.new_state is Method.new_state and not hasattr(kind, "state"):
         raise SeergateError(f"{kind.__name__} has no states; it must name their class as state, or override new_state")
     for option in fields(kind):
@@ -192,6 +195,7 @@ def make_method(name: str, *, bank: Gates | None = None, **options: Any) -> Meth
         ValueError: for an option out of range.
     """
     kind = method_class(name)
+    options = plain_numbers(options)
     check_options(name, options, option_names(name))
     if has_gates(name):
         if bank is None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING, Any
 
+from seergate.checks import plain_numbers
 from seergate.config import DecodeConfig, Rectify
 from seergate.errors import SeergateError
 from seergate.models.attach import attach
@@ -60,7 +61,7 @@ def load(
     """
     if "gguf_file" in options:
         raise SeergateError(f"gguf_file is {options['gguf_file']!r}; name the whole path of the file as base_model=")
-    given = {name: options.pop(name) for name in sorted(decode_options() & set(options))}
+    given = plain_numbers({name: options.pop(name) for name in sorted(decode_options() & set(options))})
     check_given(config, given)
     hub: dict[str, Any] = {"token": token, "cache_dir": cache_dir, "local_files_only": local_files_only or None}
     bank = GateBank.from_pretrained(

@@ -8,6 +8,7 @@ from typing import Any, TypeGuard
 
 from transformers import PreTrainedModel
 
+from seergate.checks import plain_numbers
 from seergate.config import SCORERS, DecodeConfig, is_retention
 from seergate.errors import SeergateError, did_you_mean
 from seergate.fingerprint import fingerprint
@@ -21,6 +22,7 @@ def resolve_method(
     method: Gates | Method | str | os.PathLike[str], config: DecodeConfig | None = None, **options: Any
 ) -> Method:
     """Create the method from the arguments of `attach`; errors are those of `attach`."""
+    options = plain_numbers(options)
     if isinstance(method, Gates):
         check_given(config, options, method)
         return method_of(method, config, **options)

@@ -202,6 +202,8 @@ class Stateless(methods.Method):
 def test_wrong_scores_are_refused(monkeypatch):
     model, few = tiny_model("qwen3"), r"ShortState.scores returned \[1, 2, 7\]; it must return \[1, 2, N\]"
     refused("has no states", seergate.attach, model, Stateless())
+    Nameless = dataclass(kw_only=True)(type("Nameless", (methods.Method,), {"state": methods.Dense.state}))
+    refused("Nameless has no name; it must be a class attribute", seergate.attach, model, Nameless())
     with seergate.attached(model, ShortScores(token_budget=16, block_size=8)):
         refused(few, model.generate, prompt(60), max_new_tokens=4)
     monkeypatch.setattr(Importance, "of", staticmethod(lambda slots: slots[:-1]))

@@ -7,6 +7,7 @@ import warnings
 from dataclasses import dataclass, field, fields, replace
 from typing import ClassVar
 
+import numpy as np
 import pytest
 import torch
 
@@ -164,6 +165,15 @@ def test_registering():
         (type("Two", (methods.Quest,), {"name": "two", "calibrates": {"a": "m:A", "b": "m:B"}}), "calibrates a, b"),
     ):
         refused(message, methods.register, kind)
+
+
+@pytest.mark.parametrize("kind", [np.int64, np.float32, torch.tensor])
+def test_numbers_of_numpy_and_pytorch_are_options(kind):
+    options = {"threshold": kind(0.25)} if kind is np.float32 else {"token_budget": kind(128)}
+    model = tiny_model("qwen3")
+    for method in (methods.make_method("quest", **options), seergate.attach(model, "quest", **options).method):
+        number = method.threshold or method.token_budget
+        assert number in (0.25, 128) and type(number) in (int, float)
 
 
 def test_a_default_without_effect_is_refused():
