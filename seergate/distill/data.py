@@ -29,7 +29,7 @@ if TYPE_CHECKING:
     from datasets import Dataset
     from transformers import PreTrainedTokenizerBase
 
-FORMAT = 8
+FORMAT = 9
 """Version of the token cache; to be incremented when tokenisation changes for the same rows."""
 
 ROWS_PER_PROCESS = 2000

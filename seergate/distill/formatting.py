@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
+from contextlib import suppress
 from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NamedTuple
@@ -175,6 +176,8 @@ class Formatter:
             content = row.get(self.column)
             if self.column != "text" and isinstance(content, str):
                 content = _plain_text(content)
+            elif isinstance(content, Mapping):
+                content = _listed(content)
         elif row.get("messages") is not None:
             content = _listed(row["messages"])
         elif row.get("prompt") is not None and row.get("completion") is not None:
@@ -285,6 +288,10 @@ def _check_unicode(text: str) -> None:
 def _listed(messages: Any) -> list[Any]:
     if isinstance(messages, str):
         raise MalformedRow("messages that are a text instead of a list; parse it first")
+    if isinstance(messages, Mapping) and all(isinstance(part, list) for part in messages.values()):
+        # `datasets` gives a Sequence of records as one list per key.
+        with suppress(ValueError):  # lists of different lengths
+            messages = [dict(zip(messages, turn, strict=True)) for turn in zip(*messages.values(), strict=True)]
     if not isinstance(messages, list):
         raise MalformedRow("neither messages nor text")
     return messages

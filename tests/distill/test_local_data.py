@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import pytest
-from datasets import Dataset, DatasetDict, Features, Image, List, Value
+from datasets import Dataset, DatasetDict, Features, Image, List, Sequence, Value
 
 from seergate.distill import TrainConfig
 from seergate.distill.data import prepare_data
@@ -70,6 +70,19 @@ def test_messages_may_have_more_fields(data_config: TrainConfig, tmp_path: Path,
     kinds = Features({"messages": List({"role": Value("string"), "content": Value("string"), "image": kind})})
     Dataset.from_dict({"messages": chats}, features=kinds).save_to_disk(str(tmp_path / "disk"))
     assert len(prepare_data(replace(data_config, data=str(tmp_path / "disk")), plain).samples) == 2
+
+
+def test_messages_may_be_a_sequence_of_records(data_config: TrainConfig, tmp_path: Path, plain: Any) -> None:
+    """Which `datasets` gives as one list per key."""
+    rows = [chat(f"<think>{i}</think>{i}")["messages"] for i in range(3)]
+    write(data_config.data, [{"messages": row} for row in rows])
+    by_key = [{key: [turn[key] for turn in row] for key in ("role", "content")} for row in rows]
+    for column in ("messages", "talk"):
+        kinds = Features({column: Sequence({"role": Value("string"), "content": Value("string")})})
+        Dataset.from_dict({column: by_key}, features=kinds).save_to_disk(str(tmp_path / column))
+        place = replace(data_config, data=str(tmp_path / column), data_column=None if column == "messages" else column)
+        ours, same = (prepare_data(each, plain).samples for each in (place, data_config))
+        assert [x.tolist() for x in ours] == [x.tolist() for x in same]
 
 
 @pytest.mark.parametrize("name", ["rows[1].parquet", "rows?.parquet", "[a]/rows.parquet"])
