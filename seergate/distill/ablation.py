@@ -197,10 +197,14 @@ def compare(names: Sequence[str], options: Mapping[str, Any]) -> str:
         options: training options of all variants.
     """
     chosen = prepared(names, options)
+    files = [next(iter(configs.values())).run_dir.parent / "ablation.md" for _, configs in chosen]
+    for file in filter(Path.is_file, files):
+        if b"\n\n| variant " not in file.read_bytes():
+            raise SeergateError(f"{file} is not the table of a study and would be replaced; give another output_dir")
     tables = []
-    for (study, configs), outcomes in zip(chosen, run_studies(chosen), strict=True):
+    for (study, _), file, outcomes in zip(chosen, files, run_studies(chosen), strict=True):
         tables.append(f"{markdown_text(study.name)}\n\n{table(study, outcomes)}\n")
-        (next(iter(configs.values())).run_dir.parent / "ablation.md").write_text(tables[-1], encoding="utf-8")
+        file.write_text(tables[-1], encoding="utf-8")
     return "\n".join(tables)
 
 

@@ -235,7 +235,13 @@ def test_the_command_trains_several_studies_at_once(config: TrainConfig, tmp_pat
     (tmp_path / "run.yaml").write_text(text)
     studies = [str(tmp_path / f"{name}.yaml") for name in ("one", "two")]
     with contextlib.chdir(tmp_path):
-        out = output_of("ablate", *studies, "--config", "run.yaml", "--max-steps", "2")
+        command = ["ablate", *studies, "--config", "run.yaml", "--max-steps", "2"]
+        out = output_of(*command)
+        assert output_of(*command).endswith(out[out.index("one\n\n| variant") :])
+        (table_of_one,) = tmp_path.glob("runs/ablation-one-*/ablation.md")
+        table_of_one.write_text("# My notes\n")
+        assert "ablation.md is not the table of a study" in refusal(run_seergate(*command))
+        assert table_of_one.read_text() == "# My notes\n"
     assert all(phrase in out for phrase in ("one\n\n| variant", "two\n\n| variant", "one, b: held out"))
     places = {path.parent.parent.name for path in tmp_path.glob("runs/*/*/gate_config.json")}
     assert places == {f"ablation-{name}-{Path(config.model).name.lower()}" for name in ("one", "two")}
