@@ -74,8 +74,9 @@ def test_the_command(method, tmp_path, capsys):
     other = {"lazy_eviction": "tri_attention", "tri_attention": "lazy_eviction"}[method]
     wrong = tmp_path / "notes.txt"
     wrong.write_text("mine")
+    (window := tmp_path / "window.json").write_text('{"window": 3}')
     capsys.readouterr()
-    for given, name in ((other, target), (method, wrong), (method, tmp_path)):
+    for given, name in ((other, target), (method, wrong), (method, window), (method, tmp_path)):
         assert main(["calibrate", given, "--problems", "2", "--max-new-tokens", "4", "--out", str(name)]) == 2
         output = capsys.readouterr()
         assert str(name) in output.err and output.err.count("\n") == 1 and "answering" not in output.out

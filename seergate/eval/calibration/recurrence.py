@@ -100,7 +100,7 @@ class WindowCalibration(Calibration):
             record = store.read_json(path)
         except ValueError:
             return None
-        return record.get("made", {}) if record and "window" in record else None
+        return record.get("made", {}) if record and {"alpha", "share", "window"} <= record.keys() else None
 
     def measure(
         self, model: PreTrainedModel, prompts: Prompts, path: Path, about: Mapping[str, Any], **how: Any
