@@ -104,7 +104,7 @@ def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]], *, 
         expect_steps()
         with stop_requests(world.is_main, all(run.config.resume for run in members)) as requested:
             _train(members, requested)
-        ended = [run for run in members if run.failure is None]
+        ended = [run for run in members if not run.diverged]
         for run in ended:
             run.finish()
         world.leave()
@@ -139,7 +139,7 @@ def _train(runs: list[Run], requested: set[int]) -> None:
     if stop:
         raise stopped(min(run.done for run in runs))
     for step in range(min(run.done for run in runs), last):
-        active = [run for run in runs if run.done <= step < run.config.max_steps and run.failure is None]
+        active = [run for run in runs if run.done <= step < run.config.max_steps and not run.diverged]
         started, outputs = time.monotonic(), dict[Run, list[DistillOutput]]()
         for group in _sharing(active):
             outputs |= _distill(group, group[0].packs(step), step * group[0].config.packs_per_step)
@@ -147,11 +147,11 @@ def _train(runs: list[Run], requested: set[int]) -> None:
             try:
                 stop |= run.update(step, outputs[run], started, bool(requested))
             except Diverged as error:
-                run.failure = error
-                if all(each.failure for each in runs):
+                run.diverged = True
+                if all(each.diverged for each in runs):
                     raise Diverged(f"{run.name}: {error}" if run.name else str(error)) from None
                 run.say(f"{error}; the other runs go on")
-        active = [run for run in active if run.failure is None]
+        active = [run for run in active if not run.diverged]
         evaluating = [run for run in active if run.evaluates(step) and not stop]  # else it is made up for later
         for run, evaluation in _evaluate(evaluating).items():
             stop |= run.evaluated(step, evaluation, bool(requested))

@@ -106,7 +106,7 @@ class Run:
         self.progress = Progress()
         self.locked: IO[bytes] | None = None
         self.owns_directory = False
-        self.failure: Diverged | None = None
+        self.diverged = False  # not the error, whose traceback would keep the frozen model
 
     def begin(self) -> None:
         """Raise `SeergateError` early if the run cannot start or contradicts the checkpoint it would resume from."""

@@ -1,12 +1,14 @@
 """Studies: what ships is valid, variants are compared on the same packs, and a study goes on where it stopped."""
 
 import contextlib
+import gc
 import json
 import shutil
 import signal
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from weakref import ref
 
 import pytest
 import torch
@@ -225,6 +227,25 @@ def test_variants_that_diverge_end_alone_and_are_named(config: TrainConfig, mode
     study = replace(study, variants={"huge": given})
     with pytest.raises(CommonError, match="^huge: step 4: 8 of 8 .*learning_rate"):
         run_study(study, variant_configs(study, config.model, options))
+
+
+def test_the_frozen_model_of_a_diverged_run_is_freed_at_once(config: TrainConfig, monkeypatch):
+    """Not when Python looks for cycles: another group of runs loads its own model next."""
+    real, frozen = training_run.load_frozen, list[Any]()
+
+    def load_frozen(*given: Any) -> Any:
+        frozen.append(ref(base := real(*given)))
+        return base
+
+    monkeypatch.setattr(training_run, "load_frozen", load_frozen)
+    study = Study("rates", {}, {"huge": {"learning_rate": 1e30, "qk_norm": False, "packs_per_step": 8}, "plain": {}})
+    configs = variant_configs(study, config.model, options_of(config, max_steps=6))
+    gc.disable()
+    try:
+        assert run_study(study, configs)[0].tokens == 0
+        assert [base() for base in frozen] == [None]
+    finally:
+        gc.enable()
 
 
 def test_the_command_trains_several_studies_at_once(config: TrainConfig, tmp_path: Path) -> None:
