@@ -150,7 +150,7 @@ def _train(runs: list[Run], requested: set[int]) -> None:
                 run.diverged = True
                 if all(each.diverged for each in runs):
                     raise Diverged(f"{run.name}: {error}" if run.name else str(error)) from None
-                run.say(f"{error}; the other runs go on")
+                run.say(f"{error}; this run ends here")
         active = [run for run in active if not run.diverged]
         evaluating = [run for run in active if run.evaluates(step) and not stop]  # else it is made up for later
         for run, evaluation in _evaluate(evaluating).items():

@@ -217,7 +217,7 @@ def test_variants_that_diverge_end_alone_and_are_named(config: TrainConfig, mode
     options = options_of(config, max_steps=6, output_dir=str(tmp_path / "study"))
     diverged, plain = run_study(study, variant_configs(study, config.model, options))
     said = capsys.readouterr().out
-    assert "start over with a smaller learning_rate" in said and ("the other runs go on" in said) is not own_model
+    assert "start over with a smaller learning_rate" in said and ("this run ends here" in said) is not own_model
     assert diverged.kl != diverged.kl and 0 < plain.kl < 10 and plain.tokens
     rows = cells(table(study, [diverged, plain]).split("\n\n")[0])
     assert [rows[2][0], rows[2][3]] == ["huge", "diverged"] and rows[3][3] == f"{plain.kl:.4f}"
