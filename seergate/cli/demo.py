@@ -43,6 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Distil gates, save and reload them, evaluate them, and write the report."""
     from seergate.eval.report.plots import check_libraries
+    from seergate.eval.report.write import check_report
     from seergate.eval.run_plan import checked_task, run_plan
     from seergate.eval.sweep_plan import SweepPlan
 
@@ -61,6 +62,7 @@ def run(options: argparse.Namespace) -> None:
     )
     checked_task(plan)
     check_writable(out)
+    check_report(out)
 
     from transformers.utils import logging
 

@@ -77,7 +77,8 @@ def run_and_report(plan: SweepPlan, report: bool) -> None:
 
     from seergate.eval.report import write_report
     from seergate.eval.report.plots import check_libraries
-    from seergate.eval.run_plan import check_prompts, each_task, run_plan
+    from seergate.eval.report.write import check_report
+    from seergate.eval.run_plan import check_prompts, each_task, place_of, run_plan
 
     if report:
         try:
@@ -87,6 +88,8 @@ def run_and_report(plan: SweepPlan, report: bool) -> None:
     plans = each_task(plan)
     for each in plans if len(plans) > 1 else ():
         check_prompts(each)
+    for each in plans if report else ():
+        check_report(place_of(each))
     threads = torch.get_num_threads()
     for each in plans:
         torch.set_num_threads(threads)  # `run_plan` divides them among workers

@@ -57,6 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(options: argparse.Namespace) -> None:
     """Run the missing settings, draw the figure and print its findings."""
     from seergate.eval.report.plots import check_libraries
+    from seergate.eval.report.write import check_report
     from seergate.eval.run_plan import check_prompts, run_plan
 
     if options.name not in FIGURES:
@@ -77,6 +78,7 @@ def run(options: argparse.Namespace) -> None:
         )
     check_prompts(plan)
     check_writable(out)
+    check_report(out)
     pages = {f"{_label(name)}.md" for name in FIGURES if name != options.name}
     if other := sorted(page.name for page in out.glob("*.md") if page.name in pages):
         raise SeergateError(f"{out} has the runs of {', '.join(other)}, which would be drawn too; give another --out")

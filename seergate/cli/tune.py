@@ -104,6 +104,8 @@ def run(options: argparse.Namespace) -> None:
 
 def _run(options: argparse.Namespace, job: _Job, began: float) -> None:
     """Run the stages in the locked output directory."""
+    from seergate.eval.report.write import check_report
+
     state = store.read_json(job.out / STATE) or {}
     written = (TEXTS, HELD_OUT, DONE, GATES, TIMING, TRAINING)
     foreign = [name for name in written if not state and (job.out / name).exists()]
@@ -121,6 +123,7 @@ def _run(options: argparse.Namespace, job: _Job, began: float) -> None:
     if (job.out / DONE).exists():
         print((job.out / DONE).read_text(encoding="utf-8"), end="")
         return
+    check_report(job.out)
 
     def note(**more: Any) -> None:
         state.update(more)

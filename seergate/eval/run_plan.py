@@ -96,6 +96,13 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
     return task, problems
 
 
+def place_of(plan: SweepPlan) -> Path:
+    """The directory of a plan's runs."""
+    engine = "" if plan.engine == "transformers" else f"-{plan.engine}"
+    name = directory_of(plan.task) or plan.make_task().name
+    return Path(plan.out or f"runs/eval-{model_name(model_path(plan.model))}-{name}{engine}")
+
+
 def check_prompts(plan: SweepPlan) -> None:
     """Refuse a plan by `checked_task`, and if its prompts and answers do not fit into the model's positions."""
     path = model_path(plan.model)
@@ -136,10 +143,7 @@ def run_plan(plan: SweepPlan) -> Path:
     )
     tokenizer, text = load_tokenizer(path), config.get_text_config()
     limit = _limit(plan, task, problems, tokenizer, text)
-    engine = "" if plan.engine == "transformers" else f"-{plan.engine}"
-    name = directory_of(plan.task) or task.name
-    out = Path(plan.out) if plan.out else Path("runs") / f"eval-{model_name(path)}-{name}{engine}"
-    check_writable(out)
+    check_writable(out := place_of(plan))
     if banks is not None and any(spec.has_gates for spec in specs):
         print(say_gates(plan.model, plan.gates))
 

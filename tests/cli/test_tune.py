@@ -140,6 +140,8 @@ def test_options_may_change_until_the_time_is_divided(model, data, tmp_path, mon
     (tmp_path / "mine" / "train.jsonl").write_text("{}")
     mine = [*command[:-2], "mine", "--data", str(data)]
     assert "has train.jsonl, which is not of a tune run" in refusal(run_seergate(*mine))
+    (tmp_path / "mine" / "train.jsonl").rename(tmp_path / "mine" / "report.md")
+    assert "report.md is not a report of seergate's" in refusal(run_seergate(*mine))
     (tmp_path / "other.jsonl").write_text(data.read_text())
     for file in (data, tmp_path / "other.jsonl", tmp_path / "other.jsonl"):
         if file != data:  # another file, or the same one with other texts

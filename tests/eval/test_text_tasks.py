@@ -238,6 +238,12 @@ def test_one_command_evaluates_several_tasks(tmp_path, data):
         task = ["--task", f"needle:length=130,{text}", "--samples", "1"]
         assert said in refusal(run_seergate("eval", *given[:4], *task, "--out", str(tmp_path / "other")))
     assert not (tmp_path / "other").exists(), "refused before the first task"
+    mine = tmp_path / "other" / place.name / "report.md"
+    mine.parent.mkdir(parents=True)
+    mine.write_text("# Mine\n")
+    command = ["eval", *given, "--budget", "32", "--out", str(tmp_path / "other")]
+    assert "report.md is not a report of seergate's" in refusal(run_seergate(*command))
+    assert [path.name for path in (tmp_path / "other").iterdir()] == [place.name], "refused before the first task"
 
 
 def test_every_task_has_all_threads(tmp_path, monkeypatch):

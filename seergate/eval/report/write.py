@@ -54,6 +54,13 @@ class Report:
     findings: list[str] = field(default_factory=list)
 
 
+def check_report(out: Path) -> None:
+    """Raise `SeergateError` if a report in a directory would replace a ``report.md`` that is not of seergate."""
+    earlier = out / "report.md"
+    if earlier.is_file() and not earlier.read_bytes().startswith(f"# {TITLE}".encode()):
+        raise SeergateError(f"{earlier} is not a report of seergate's and would be replaced; give another --out")
+
+
 def write_report(
     root: str | os.PathLike[str], out: str | os.PathLike[str] | None = None, *others: str | os.PathLike[str]
 ) -> Report:
@@ -71,9 +78,7 @@ def write_report(
     sweeps = load_sweeps(root, *others)
     out = Path(out or root)
     check_writable(out)
-    earlier = out / "report.md"
-    if earlier.is_file() and not earlier.read_bytes().startswith(f"# {TITLE}".encode()):
-        raise SeergateError(f"{earlier} is not a report of seergate's and would be replaced; give another --out")
+    check_report(out)
     parts, plots, sentences = [], [], []
     one_task_each = len({sweep.task for sweep in sweeps}) == len(sweeps)  # which the headings name
     for i, (sweep, why) in enumerate(zip(sweeps, apart(sweeps), strict=True)):
