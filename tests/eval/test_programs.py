@@ -131,7 +131,11 @@ def test_what_of_an_answer_is_run():
         (f"{block}\n```python\ndef f_test():\n    f()\n```", whole),
         ("1. so:\n   ```python\n   def f():\n       return 1\n   ```", whole),
         (f"{stub}\nThe body:\n{body_block}", "\n    return 1"),
-        *((f"{block}\nThe signature is\n{end}", whole) for end in (stub, "```\ndef f() -> int:\n```")),
+        *(
+            (f"{block}\nThe signature is\n{end}", whole)
+            for end in (stub, "```\ndef f() -> int:\n```", "```\n    def f() -> int:\n```")
+        ),
+        (f"{block}\nBetter:\n{block.replace('return', 'yield')}", whole.replace("return", "yield")),
         (f"{block}\nBetter:\n{block.replace('1', '(')}", whole.replace("1", "(")),
         (stub.replace("...", "raise NotImplementedError") + "\n" + body_block, "\n    return 1"),
         (f"```\ndef f():\n    return {'1+' * 20_000}1\n```", f"\ndef f():\n    return {'1+' * 20_000}1"),

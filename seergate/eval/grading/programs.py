@@ -124,7 +124,7 @@ def answered_program(completion: str, gold: str) -> str | None:
     functions = [
         block
         for block in blocks
-        if (definition in block and not (whole and (_is_stub(block) or _is_stub(f"{block}\n    ..."))))
+        if (definition in block and not (whole and (_is_stub(block) or _is_stub(f"{dedent(block)}\n    ..."))))
         or (_BODY.match(block) and not whole)
     ]
     program = [*blocks[-1:], *functions][-1] if blocks else ""
@@ -141,8 +141,9 @@ def _is_stub(block: str, broken: bool = False) -> bool:
         tree = ast.parse(dedent(block))
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         return broken
-    functions = [node for node in ast.walk(tree) if isinstance(node, ast.FunctionDef)]
-    return all(isinstance(line, ast.Expr | ast.Pass | ast.Raise) for each in functions for line in each.body)
+    lines = [line for node in ast.walk(tree) if isinstance(node, ast.FunctionDef) for line in node.body]
+    values = [line.value if isinstance(line, ast.Expr) else line for line in lines]
+    return all(isinstance(value, ast.Constant | ast.Pass | ast.Raise) for value in values)
 
 
 def run_program(gold: str, program: str, *, seconds: int = SECONDS, wall: float | None = None) -> tuple[bool, str]:
