@@ -128,7 +128,9 @@ ANSWERS = r"""
     \text{IV} == IV || \mathrm{IV} != VI || \text{VI}    \text{CAB} == CAB != ABC    east == \text{East} != \text{seat}
     \text{A and B} == \text{B and A}    \{-1,3\} == -1 \text{ and } 3 || x=3 or x=-1 != -1 and 4 || -1
     1-\frac1{\mathrm e} == 1-e^{-1} != 1-\mathrm e    2 + 3\mathrm i == 2+3i    5\text{ m} == 5\,\mathrm m
-    3\sqrt{2} == 3sqrt(2) || 3*sqrt(2) != sqrt(2) || 3sqrt(3)    f'(x) == f'(x) != f(x)    y'=2x == 2x || y'=2x
+    3\sqrt{2} == 3sqrt(2) || 3*sqrt(2) != sqrt(2) || 3sqrt(3)    y'=2x == 2x || y'=2x    x'=1, y'=2 == 1,2
+    f'(x) == f'(x) || f^{\prime}(x) || f^\prime(x) || f′(x) || f’(x) != f(x) || f''(x)    5' == 5\text{ feet} || 5
+    y''+y'=0 == y'+y''=0 || y^{\prime\prime} + y^{\prime} = 0 != y''+y=0    x_1 != x_1'    AB' == B'A != A'B || AB
     \text{ellipse} == Ellipse || \text{Ellipse} != circle || \text{no ellipse}    abC == abC != aBc || Abc
     \text{Yes} == yes != no    AB == BA != ab || Ab    abcd != ABCD    \text{Evelyn} == Evelyn
     52_8 == 52_{8} != 52_6    [2,5) != [2,5]

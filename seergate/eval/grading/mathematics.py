@@ -103,8 +103,9 @@ def _mixed(match: re.Match[str]) -> str:
 def plain(text: str) -> str:
     r"""Normalise an answer for math-verify: nothing around the formula, no punctuation at the end; ``^\circ``
     for a degree sign; a fraction's numerator and denominator in braces; no spaces between thousands; mixed numbers,
-    powers of ten, the imaginary unit and the empty set in their usual form; signs as `latex` has them.
+    powers of ten, primes, the imaginary unit and the empty set in their usual form; signs as `latex` has them.
     """
+    text = _PRIME.sub(lambda match: "'" * max(1, match[0].count("prime")), text)
     text, before = re.sub(r"\^\s*\{\s*(\d)\s*\}(?!\d)", r"^\1", latex(text)), None
     while text != before:  # repeated, because wrappers may be nested
         before, text = text, _ANSWER.sub("", _END.sub("", DECORATION.sub("", text))).strip()
@@ -177,6 +178,9 @@ _UNIT_SIGN = re.compile(rf"\\?\$\s*({_NUMBER.pattern})|({_NUMBER.pattern})\s*\^\
 _COMMAND = r"\\(?:begin|end)\{\w*\}(?:\{[clr| ]*\})?|\\[A-Za-z]+"
 _LETTER = re.compile(rf"{_COMMAND}|[Oo]\(|([A-Za-z])")  # O(n) is not o(n)
 _ARROW = re.compile(r"\\to(?![A-Za-z])|[-=]>")
+_PRIME = re.compile(r"[′’]|\^\s*(?:\{\s*(?:\\prime\s*)+\}|\\prime(?![A-Za-z]))")
+_PRIMED = re.compile(r"(?:[A-Za-z)}]|_\w)'+")  # behind a number, minutes or feet
+_NAMED = re.compile(r"(?:\A|[,;])\s*[A-Za-z]'*(?:\(\w+\))?\s*=")
 _NAME = re.compile(rf"\s*(?:{TEXT}|\\?[A-Za-z]+)(?:_(?:\w|\{{\w+\}}))?\s*")
 _BASE = re.compile(r"\d_\{?\(?(\d+)\)?\}?$")
 _SIDE_BY_SIDE = re.compile(rf"(?<![\d._^])\d+(?:\.\d+)?(?:{SPACE}|\\q?quad)+\d")  # an index or a power may come first
@@ -325,8 +329,9 @@ def readable(gold: str, answer: str) -> tuple[str, str]:
             raise MisreadError("a percentage and another unit")
     if unit and other and unit != other:
         raise MisreadError(f"another unit: {' '.join(other)} for {' '.join(unit)}")
-    if "'" in gold.rpartition("=")[2] and "'" not in answer:  # math-verify leaves it out
-        raise MisreadError("the gold answer has a prime")
+    primed = [sorted(_PRIMED.findall(_NAMED.sub("", text))) for text in (gold, answer)]
+    if primed[0] != primed[1]:  # math-verify leaves primes out
+        raise MisreadError("other primes")
     gold_signs = {match[0] for match in _FOREIGN.finditer(gold)}
     if strange := next((match[0] for match in _FOREIGN.finditer(answer) if match[0] not in gold_signs), None):
         raise MisreadError(f"the sign {strange!r}, which the gold answer does not have")
