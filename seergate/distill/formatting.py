@@ -306,7 +306,7 @@ def _plain_text(text: str) -> str:
 def _turns(value: Any, role: str) -> list[Any]:
     if isinstance(value, str):
         return [{"role": role, "content": _plain_text(value)}]
-    return value if isinstance(value, list) else [None]
+    return _listed(value) if isinstance(value, list | Mapping) else [None]
 
 
 def _message(turn: Any) -> dict[str, str]:

@@ -12,6 +12,7 @@ from datasets import Dataset, DatasetDict, Features, Image, List, Sequence, Valu
 
 from seergate.distill import TrainConfig
 from seergate.distill.data import prepare_data
+from seergate.distill.formatting import Formatter
 from tests.distill.conftest import PLAIN, byte_tokenizer
 from tests.distill.test_data import chat, write
 from tests.support.running import refused
@@ -83,6 +84,9 @@ def test_messages_may_be_a_sequence_of_records(data_config: TrainConfig, tmp_pat
         place = replace(data_config, data=str(tmp_path / column), data_column=None if column == "messages" else column)
         ours, same = (prepare_data(each, plain).samples for each in (place, data_config))
         assert [x.tolist() for x in ours] == [x.tolist() for x in same]
+    halves = [{key: [turn[key] for turn in part] for key in by_key[0]} for part in (rows[0][:-1], rows[0][-1:])]
+    divided = dict(zip(("prompt", "completion"), halves, strict=True))
+    assert Formatter(plain).text(divided) == Formatter(plain).text({"messages": rows[0]})
 
 
 @pytest.mark.parametrize("name", ["rows[1].parquet", "rows?.parquet", "[a]/rows.parquet"])
