@@ -64,7 +64,8 @@ def check_share(options: object, *names: str) -> None:
 def check(name: str, value: object, right: bool, must_be: str) -> None:
     """Raise a `ValueError` about ``value`` unless ``right`` is true."""
     if not right:
-        raise ValueError(f"{name} is {value!r}; it must be {must_be}")
+        kind = ", and a number of Python's own" if getattr(value, "shape", None) == () else ""
+        raise ValueError(f"{name} is {value!r}; it must be {must_be}{kind}")
 
 
 def holds_turns(text: str) -> bool:

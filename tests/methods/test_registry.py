@@ -174,6 +174,8 @@ def test_numbers_of_numpy_and_pytorch_are_options(kind):
     for method in (methods.make_method("quest", **options), seergate.attach(model, "quest", **options).method):
         number = method.threshold or method.token_budget
         assert number in (0.25, 128) and type(number) in (int, float)
+    with pytest.raises(ValueError, match="it must be .*, and a number of Python's own"):
+        methods.Quest(**options)
 
 
 def test_a_default_without_effect_is_refused():
