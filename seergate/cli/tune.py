@@ -295,7 +295,8 @@ class _Job:
         shutil.rmtree(place, ignore_errors=True)
         once: dict[str, Any] = {"output_dir": str(place), "save_steps": 0, "eval_steps": 0, "report_to": ("none",)}
         steps, seconds = list[float](), list[float]()
-        _train(replace(self.config, **once), STEPS_TIMED, Clock())
+        if gates not in _train(replace(self.config, **once), STEPS_TIMED, Clock()):
+            raise SeergateError(f"gates that diverge in {STEPS_TIMED} steps, see above, give no time to measure")
         for plan in plans:
             runs = run_plan(plan)
             for label in ("dense", f"gate-{largest}"):

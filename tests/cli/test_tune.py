@@ -103,6 +103,13 @@ def test_memory_is_estimated_for_both_kinds_of_gates(model, data, tmp_path, monk
     assert "the model does not fit into" in refusal(run_seergate(*arguments))
 
 
+def test_gates_that_diverge_while_they_are_measured_are_refused(model, data, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(tune, "_train", lambda *given: [])
+    command = ["tune", str(model), "--hours", "1", "--data", str(data), "--max-length", "256"]
+    assert "gates that diverge in 3 steps, see above, give no time to measure" in refusal(run_seergate(*command))
+
+
 def test_models_that_are_none_and_files_without_texts_are_refused(model, data, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "few.jsonl").write_text("".join(data.read_text().splitlines(keepends=True)[:10]))
