@@ -20,8 +20,8 @@ INTRODUCTION = """# Options of each method
 Written by `python docs/options.py` from the methods' dataclasses. In Python an option is a keyword,
 `seergate.attach(model, "quest", block_size=16)`; on the command line and in sweep files it follows the name,
 `quest:block_size=16` ([how](evaluation.md#methods-and-their-options)). The defaults are those of the papers or of
-their code. `seergate eval` gives all methods that select blocks no dense layers and, if a method decodes with gates,
-the gates' block size, unless told otherwise.
+their code. Unless told otherwise, `seergate eval` gives methods without gates no dense layers and, if another method
+decodes with gates, those that select blocks the gates' block size.
 
 `EVICTOR+gate`, such as `snapkv+gate`, has the evictor's options and `read_budget`: the tokens that the gate reads of
 what is kept.

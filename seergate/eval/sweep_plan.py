@@ -71,7 +71,7 @@ class SweepPlan(RunOptions):
     threshold: list[float | int] = option([], "of the gate's probabilities, with or without budgets")
     block_size: list[int] = option([], "of methods that select blocks [the gates', else 64]")
     dense_layers: list[tuple[int, ...] | None] = option(
-        [None], "layers that stay dense [none]", type=listed(int, least=0), metavar="I,J"
+        [None], "layers that stay dense [the gates' own, else none]", type=listed(int, least=0), metavar="I,J"
     )
     task: str = option(
         "", "tasks, with options as NAME:OPTION=VALUE:..., or .jsonl files [the tiny model: chain_sum]", metavar="A,B"
