@@ -311,9 +311,10 @@ def _named(settings: list[Setting]) -> list[Setting]:
             name += f" b{setting.block_size}"
         rivals = {s.gates: s.gates_name for s in same if s.gates and _gated_size(s) == _gated_size(setting)}
         if len(rivals) > 1 and setting.gates:  # gates of the same block size
-            named_apart = all(rivals.values()) and len(set(rivals.values())) == len(rivals)
+            given = rivals[setting.gates]
+            named_apart = given and list(rivals.values()).count(given) == 1
             digits = next((n for n in range(4, 64) if len({f[:n] for f in rivals}) == len(rivals)), 64)
-            name += f" [{setting.gates_name if named_apart else setting.gates[:digits]}]"
+            name += f" [{given if named_apart else setting.gates[:digits]}]"
         if len({s.dense_layers for s in same}) > 1:
             layers = ",".join(map(str, setting.dense_layers))
             name += f", layers {layers} dense" if layers else ", all sparse"

@@ -273,9 +273,11 @@ def test_gates_are_told_apart(tmp_path):
     assert [line.split(" at ")[0] for line in report.findings[1:3]] == ["gate [13af]", "gate [13ae]"]
     for own in gates:
         assert f"gates: `{own['path']}` (weights {own['fingerprint']})" in text
-    for run, name in ((tmp_path / "a" / "gate-64", "msa"), (tmp_path / "a" / "gate-32", "indexer")):
-        reconfigure(run, gates={"name": name})
-    reconfigure(tmp_path / "b" / "gate-64", gates={"name": "indexer"})
+    reconfigure(tmp_path / "a" / "gate-64", gates={"name": "msa"})
+    (sweep,) = load_sweeps(tmp_path / "a", tmp_path / "b")
+    assert [s.label for s in sweep.settings[1:]] == ["gate [13af] at 32", "gate [msa] at 64", "gate [13af] at 64"]
+    for run in (tmp_path / "a" / "gate-32", tmp_path / "b" / "gate-64"):
+        reconfigure(run, gates={"name": "indexer"})
     (sweep,) = load_sweeps(tmp_path / "a", tmp_path / "b")
     labels = ["gate [indexer] at 32", "gate [msa] at 64", "gate [indexer] at 64"]
     assert [s.label for s in sweep.settings[1:]] == labels
