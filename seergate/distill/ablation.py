@@ -163,12 +163,12 @@ def run_studies(chosen: Sequence[tuple[Study, Mapping[str, TrainConfig]]]) -> li
             prepare_run(config)  # a missing model or data file is found before the first one trains
         except SeergateError as error:
             raise SeergateError(f"{name}: {error}") from error
-    trained = set[Path]()
-    for left, runs in zip(range(len(groups))[::-1], groups.values(), strict=True):
+    trained, last = set[Path](), list(groups.values())[-1]
+    for runs in groups.values():
         try:
             trained.update(run_together({name: (config, []) for name, config in runs.items()}, compared=True))
         except Diverged as error:
-            if not (trained or left):
+            if runs is last and not trained:
                 raise
             print(error)
     return [[_outcome(variant, config, trained) for variant, config in each.items()] for each in configs]

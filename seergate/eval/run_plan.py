@@ -99,7 +99,7 @@ def checked_task(plan: SweepPlan) -> tuple[Task, list[Problem]]:
 def place_of(plan: SweepPlan) -> Path:
     """The directory of a plan's runs."""
     engine = "" if plan.engine == "transformers" else f"-{plan.engine}"
-    name = directory_of(plan.task) or plan.make_task().name
+    name = directory_of(plan.task or "chain_sum")  # as `SweepPlan.make_task`
     return Path(plan.out or f"runs/eval-{model_name(model_path(plan.model))}-{name}{engine}")
 
 

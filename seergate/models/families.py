@@ -255,7 +255,7 @@ def kv_heads(model: PreTrainedModel) -> dict[int, int]:
 
 
 def rope_kind(config: Any, attention: Any) -> RopeKind:
-    """Return the kind of RoPE of an attention module; see `Rotary`."""
+    """Return whether and how an attention module rotates its keys; `Rotary` explains the values."""
     family = family_of(config)
     return family.rope if family.rotates is None or family.rotates(attention) else "none"
 

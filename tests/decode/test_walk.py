@@ -53,6 +53,6 @@ def test_a_decode_step_goes_the_way_that_is_drawn():
     files = {file for file, _ in calls}
     # ops check their arguments by these two
     arithmetic = {file for file in files if file.startswith(("ops/", "gates/")) or file in ("checks.py", "config.py")}
-    beside = set(re.findall(r"`(\S+\.py)`\s\(", DRAWING.split("```")[2].partition("The computation is in")[0]))
+    beside = set(re.findall(r"`(\S+\.py)` \(", DRAWING.split("```")[2].partition("The computation is in")[0]))
     assert files - arithmetic == {file for file, _ in way} | beside
     assert len({file for file, _ in way}) <= 6
