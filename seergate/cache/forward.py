@@ -75,6 +75,7 @@ class ForwardModes:
         phase: mode of all passes, whatever their length: ``"dense"`` reads them as a prompt, ``"decode"`` decodes
             them.
         in_chunks: whether a prompt is being prefilled in chunks, whatever their length.
+        prompt_end: slots of the cache at the end of that prompt; evictions wait for it.
         agreed: weak reference to the mask that was read last, if it hides nothing; ``None`` otherwise.
         rows: weak reference to the newest lengths of rows, which layers of the same lengths share.
         slots: slots of the cache before the pass; ``None`` if its first gated layer is compiled.
@@ -86,7 +87,7 @@ class ForwardModes:
     def __init__(self, *, decodes_drafts: bool) -> None:
         self.decodes_drafts = decodes_drafts
         self.phase: Literal["dense", "decode"] | None = None
-        self.in_chunks = False
+        self.in_chunks, self.prompt_end = False, 0
         self.agreed: ref[Tensor] | None = None
         self.rows: ref[RowLengths] | None = None
         self.slots: int | None = None
@@ -130,9 +131,11 @@ class ForwardModes:
             )
         return self._during(phase=mode)
 
-    def prefilling(self, in_chunks: bool) -> AbstractContextManager[None]:
-        """Mark the passes in a ``with`` block as prefill, ``in_chunks`` or in one piece."""
-        return self._during(in_chunks=in_chunks)
+    def prefilling(self, in_chunks: bool, prompt_end: int = 0) -> AbstractContextManager[None]:
+        """Mark the passes in a ``with`` block as prefill, ``in_chunks`` or in one piece, of a prompt that ends at slot
+        ``prompt_end`` of the cache.
+        """
+        return self._during(in_chunks=in_chunks, prompt_end=prompt_end)
 
     def drafting(self, drafter: Any, cache: Any, prompt: int) -> None:
         """Treat the tokens of ``cache`` after the first ``prompt`` slots as drafts, as long as ``drafter`` exists."""

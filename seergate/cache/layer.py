@@ -42,6 +42,7 @@ class GatedLayer(CacheLayerMixin):
         counts: counters of compiled steps (`seergate.decode.stats`); ``None`` if an eager step must run before the
             next compiled one.
         failed: whether a rectification has failed, after which the layers may hold different tokens.
+        reading: whether more of the prompt is to come, for which a method that evicts waits.
     """
 
     is_sliding = False
@@ -70,7 +71,7 @@ class GatedLayer(CacheLayerMixin):
         self.rows = Rows()
         self.counts: object = None
         self.state: LayerState | None = None
-        self.is_initialized = self.failed = False
+        self.is_initialized = self.failed = self.reading = False
 
     def __deepcopy__(self, memo: dict[int, Any]) -> GatedLayer:
         """Copy the tokens, for another text with the same prefix. The method and the gates are shared, unless the
@@ -157,10 +158,11 @@ class GatedLayer(CacheLayerMixin):
         context.rows = rows.add(context.counts, new, context.valid, like)
         if passes is not None:
             passes.rows = ref(context.rows)
-        if isinstance(self.state, CompressingState) and self.static_length is not None:
+        only_new = isinstance(self.state, CompressingState) and bool(fresh or context.mode.decoded)
+        if only_new and self.static_length is not None:
             beyond = (0, 0, 0, self.static_length - new)  # the mask was made for all slots
             return pad(key, beyond), pad(value, beyond)
-        if isinstance(self.state, CompressingState) or (fresh and self.static_length is None):
+        if only_new or (fresh and self.static_length is None):
             return key, value
         if new == 1 and context.mode != PROMPT and not self.shared:
             return key, value  # the attention function reads the storage itself

@@ -51,11 +51,11 @@ def check_continuation(layer: GatedLayer, mode: ForwardMode, new: int) -> None:
             "this cache was used by the plain model in between, or a pass failed, so the method has not seen all of "
             "its tokens; start a new one"
         )
-    is_prompt = not mode.dense and mode.decoded < new
+    is_prompt = not mode.dense and mode.decoded < new and not layer.reading
     if is_prompt and isinstance(layer.method, CompressingMethod) and any(layer.rows.total):
         raise SeergateError(
-            f"the evicting method {layer.method.name!r} takes a prompt in one piece, then token by token; "
-            "pass the whole conversation with a new cache, without prefill_chunk_size"
+            f"the evicting method {layer.method.name!r} takes one prompt, then token by token; pass the whole "
+            "conversation with a new cache" + ("" if layer.method.chunked_prefill else ", without prefill_chunk_size")
         )
 
 
@@ -102,7 +102,10 @@ def gated_attention(
     observer.stats_.saw_prompt(layer)
     output, weights = dense(query, key, value, attention_mask, **kwargs)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        _evict(layer, step)
+        end = 0 if context.passes is None else context.passes.prompt_end
+        layer.reading = layer.rows.slots < end and layer.method.chunked_prefill
+        if not layer.reading:
+            _evict(layer, step)
         if not mode.decoded:
             return output, weights
         # The first drafts of assisted decoding come along with the prompt.

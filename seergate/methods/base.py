@@ -336,6 +336,11 @@ class Method:
         """True if the cache should hold keys before RoPE (the method rotates them itself)."""
         return False
 
+    @property
+    def chunked_prefill(self) -> bool:
+        """True if a prompt may come in several forward passes."""
+        return True
+
     def anchor_of(self, layer: int) -> int:
         """Index of the layer that selects the blocks for ``layer``: the layer itself, or one below it."""
         return layer

@@ -132,6 +132,7 @@ class RandomEvict(BudgetedMethod):
     name = "random_evict"
     state = RandomEvictState
     plot_style = ("#A6A6A6", "1")
+    chunked_prefill = True
     role = "control"
     recent_option = "recent_tokens"
     token_budget: int = 2048

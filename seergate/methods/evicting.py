@@ -29,7 +29,13 @@ class LongPromptWarning(UserWarning):
 
 @dataclass(kw_only=True)
 class CompressingMethod(Method):
-    """Moves tokens out of the cache: drops them (`EvictingMethod`), or stores them smaller in its state (`KV4Bit`)."""
+    """Moves tokens out of the cache: drops them (`EvictingMethod`), or stores them smaller in its state (`KV4Bit`).
+
+    A method whose states can read a prompt in several steps, the last of which may be a single token, sets
+    ``chunked_prefill``; `CompressingState.select_kept` is called after the last.
+    """
+
+    chunked_prefill = False
 
 
 @dataclass(kw_only=True)
@@ -97,10 +103,10 @@ class CompressingState(LayerState, ABC):
         return held
 
     def append(self, step: Step) -> None:
-        """Count the new tokens; the first tokens of a row are its prompt."""
+        """Count the new tokens; the first tokens of a row are its prompt, which may come in chunks."""
         for row, (start, count) in enumerate(zip(step.starts, step.counts, strict=True)):
-            if start == 0:
-                self.prompts[row] = count
+            if start == 0 or not step.decoded:
+                self.prompts[row] = start + count
             else:
                 self.decoded[row] += count
 
@@ -153,9 +159,8 @@ class EvictingState(CompressingState):
 
     def append(self, step: Step) -> None:
         super().append(step)
-        for start, count in zip(step.starts, step.counts, strict=True):
-            if start == 0:
-                self.method.warn_of_prompt(count)
+        if not any(self.decoded):
+            self.method.warn_of_prompt(max(self.prompts))
         for name in self.per_token:
             self.grown(name, step.max_length, limit=self.max_resident())
 

@@ -136,6 +136,10 @@ class GateOnEvictor(EvictingMethod):
             raise ValueError(f"{named} with dense_below, which needs all tokens; drop it")
 
     @property
+    def chunked_prefill(self) -> bool:  # type: ignore[override]
+        return self.evictor.chunked_prefill
+
+    @property
     def bank(self) -> Gates:
         """The gates."""
         return self.gate.bank

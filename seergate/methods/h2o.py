@@ -29,9 +29,9 @@ class H2OState(BudgetedState):
         super().append(step)
         if step.decoded == step.q_BHSD.shape[2] == 1:
             return  # `observe_attention` counts it
-        for row, count in enumerate(step.counts):
+        for row, end in enumerate(step.ends):
             for p_KGWT in prompt_probabilities(step, row):
-                self.rows["mass"][row, :, :count] += reduced(p_KGWT, self.method.group_reduction, 1).sum(1)
+                self.rows["mass"][row, :, :end] += reduced(p_KGWT, self.method.group_reduction, 1).sum(1)
 
     def observe_attention(self, step: Step) -> None:
         p_BKGT = step.p_BKGT
@@ -70,6 +70,7 @@ class H2O(BudgetedMethod):
     state = H2OState
     plot_style = ("#E69F00", "D")
     recent_option = "recent_tokens"
+    chunked_prefill = True
     token_budget: int = 2048
     recent_tokens: int | None = None
     group_reduction: str = "mean"

@@ -133,6 +133,7 @@ class KV4Bit(CompressingMethod):
     name = "kv4bit"
     state = KV4BitState
     plot_style = ("#661100", "X")
+    chunked_prefill = True
     group: int = 32
     residual: int = 128
 

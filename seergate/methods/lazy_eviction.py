@@ -84,6 +84,7 @@ class LazyEviction(BudgetedMethod):
     calibrates: ClassVar[Mapping[str, str]] = {"window": "seergate.eval.calibration.recurrence:WindowCalibration"}
     periodic = True
     recent_option = "window"
+    chunked_prefill = True
     token_budget: int = 1492
     window: int = 175
     interval: int = field(init=False, default=1)

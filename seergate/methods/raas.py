@@ -120,6 +120,7 @@ class RaaS(EvictingMethod):
     name = "raas"
     state = RaaSState
     plot_style = ("#882255", "h")
+    chunked_prefill = True
     token_budget: int = 1024
     block_size: int = 16
     share: float = 0.5

@@ -33,6 +33,7 @@ class RetentionMethod(GatedMethod, BudgetedMethod):
     """
 
     state: ClassVar[type[RetentionState]]
+    chunked_prefill = True
     interval: int = 128
 
     def __post_init__(self) -> None:

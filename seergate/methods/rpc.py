@@ -80,6 +80,7 @@ class RPC(EvictingMethod):
     name = "rpc"
     state = RPCState
     plot_style = ("#999933", "p")
+    chunked_prefill = True
     budget_option = "ratio"
     interval: int = 4096
     window: int = 32

@@ -112,11 +112,12 @@ def causal_softmax(q_RHWD: Tensor, keys_RKTD: Tensor, first: int, step: Step) ->
 
 
 def prompt_probabilities(step: Step, row: int) -> Iterator[Tensor]:
-    """Yield the causal attention of one row's prompt, a tile of queries at a time: ``[K, G, tile, T]``."""
-    count = step.counts[row]
-    keys = step.k_BKSD[row : row + 1, :, :count]
+    """Yield the causal attention of a row's new prompt tokens, a tile of queries at a time: ``[K, G, tile, T]``."""
+    start, count = step.starts[row], step.counts[row]
+    keys = step.keys_BKCD[row : row + 1, :, : start + count]
     for first in range(0, count, TILE):
-        yield causal_softmax(step.q_BHSD[row : row + 1, :, first : min(count, first + TILE)], keys, first, step)[0]
+        queries = step.q_BHSD[row : row + 1, :, first : min(count, first + TILE)]
+        yield causal_softmax(queries, keys, start + first, step)[0]
 
 
 def pooled(scores_RKT: Tensor, kernel: int, kind: str) -> Tensor:
@@ -148,8 +149,8 @@ class WindowState(EvictingState):
             queries[step.rows.each, :, slots.to(queries.device)] = step.q_BHSD[:, :, 0]
             return
         for row, count in enumerate(step.counts):
-            newest = min(count, size)
-            slots = torch.arange(count - newest, count, device=queries.device) % size
+            newest, seen = min(count, size), self.total_tokens(row)
+            slots = torch.arange(seen - newest, seen, device=queries.device) % size
             queries[row][:, slots] = step.q_BHSD[row, :, count - newest : count]
 
     def window(self, row: int) -> Tensor:

@@ -63,6 +63,7 @@ class SnapKV(BudgetedMethod):
     name = "snapkv"
     state = SnapKVState
     plot_style = ("#117733", "<")
+    chunked_prefill = True
     periodic = True
     recent_option = "window"
     token_budget: int = 2048

@@ -98,6 +98,10 @@ class StreamingLLM(EvictingMethod):
     def stores_pre_rope(self) -> bool:
         return self.positions == "cache"
 
+    @property
+    def chunked_prefill(self) -> bool:  # type: ignore[override]
+        return not self.stores_pre_rope  # attention to earlier chunks needs keys after RoPE
+
     def __post_init__(self) -> None:
         check_counts(self, token_budget=1, sink_tokens=0, interval=1)
         check_choice(self, positions=("cache", "original"))

@@ -19,8 +19,8 @@ class TOVAState(BudgetedState):
     reads_all_keys = True
 
     def importance(self, step: Step, row: int) -> Tensor:
-        end = step.ends[row]  # of a prompt: a step has the probabilities of all rows
-        newest, keys = step.q_BHSD[row : row + 1, :, end - 1 : end], step.k_BKSD[row : row + 1, :, :end]
+        end, count = step.ends[row], step.counts[row]  # of a prompt: a step has the probabilities of all rows
+        newest, keys = step.q_BHSD[row : row + 1, :, count - 1 : count], step.keys_BKCD[row : row + 1, :, :end]
         return self._mean(causal_softmax(newest, keys, end - 1, step)[:, :, :, 0])[0]
 
     def importances(self, step: Step, rows: list[int]) -> Tensor:
@@ -47,6 +47,7 @@ class TOVA(BudgetedMethod):
     name = "tova"
     state = TOVAState
     plot_style = ("#56B4E9", "P")
+    chunked_prefill = True
     protect_current: bool = True
     scope: str = "layer"
 

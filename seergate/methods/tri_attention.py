@@ -156,6 +156,7 @@ class TriAttention(BudgetedMethod):
     name = "tri_attention"
     state = TriAttentionState
     plot_style = ("#AA4499", "*")
+    chunked_prefill = True
     calibrates: ClassVar[Mapping[str, str]] = {"centres": "seergate.eval.calibration.query_centres:CentresCalibration"}
     recent_option = "recent_tokens"
     centres: Centres | str

@@ -63,12 +63,14 @@ class PromptReader:
         # transformers leaves out a mask that hides nothing, and notes its length.
         length = getattr(generation_config, "_mask_length", None) if mask is None else mask.shape[1]
         whole = length in (None, input_ids.shape[1])  # ids may include those of the cached tokens
-        one_token = input_ids.shape[1] - (cached_tokens if whole else 0) == 1
+        new = input_ids.shape[1] - (cached_tokens if whole else 0)
+        one_token = new == 1
         padding = generation_config._pad_token_tensor
         may_be_made = one_token and cached_tokens and whole and mask is not None and padding is not None
         if may_be_made and (mask.bool() == (input_ids != padding)).all():
             self.passes.generating(generation_config, cache)  # `generate` made it from the ids, decoded ones too
-        with self.passes.prefilling(in_chunks=generation_config.prefill_chunk_size is not None and not one_token):
+        in_chunks = generation_config.prefill_chunk_size is not None and not one_token
+        with self.passes.prefilling(in_chunks, cached_tokens + new if in_chunks else 0):
             read = type(self.model)._prefill
             outputs = read(self.model, input_ids, generation_config, model_kwargs, *args, **kwargs)
         if cache is not None:

@@ -249,7 +249,7 @@ def test_evicting_methods_take_no_further_prompt_and_no_crop(model):
         cache = DynamicCache()
         model.generate(input_ids=prompt(300), max_new_tokens=20, past_key_values=cache)
         assert cache.layers[0].keys.shape[2] == 28, "the prompt's room is given back"
-        refused("takes a prompt in one piece", model, input_ids=prompt(5), past_key_values=cache)
+        refused("takes one prompt", model, input_ids=prompt(5), past_key_values=cache)
         assert len({layer.rows.slots for layer in cache.layers}) == 1, "refused before a layer has stored"
         refused("cannot be cropped", cache.crop, -1)
 

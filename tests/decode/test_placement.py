@@ -1,6 +1,8 @@
 """Gates of published code place a block by whether its last token was decoded, in steps of any number of tokens."""
 
 import copy
+import itertools
+from functools import partial
 
 import pytest
 import torch
@@ -10,7 +12,7 @@ import seergate
 from tests.decode.test_decode import BLOCK, gates
 from tests.support.decoding import Decoding
 from tests.support.evictors import EVICTORS
-from tests.support.models import prompt, tiny_model
+from tests.support.models import left_padded, prompt, tiny_model
 from tests.support.running import refused
 
 PUBLISHED = {"token_budget": 3 * BLOCK, "compat": "published"}
@@ -80,13 +82,23 @@ def test_a_further_turn_in_chunks_is_read_alike_with_and_without_the_tokens_befo
     torch.testing.assert_close(outcomes[0][1], outcomes[1][1])
 
 
-@pytest.mark.parametrize("name", [name for name in EVICTORS if " " not in name])
-@pytest.mark.parametrize("chunk", [1, 39])
+@torch.no_grad()
+@pytest.mark.parametrize(("name", "chunk"), list(zip(EVICTORS, itertools.cycle((1, 7, 39)), strict=False)))
 @pytest.mark.filterwarnings("ignore::seergate.methods.LongPromptWarning")
-def test_evictors_refuse_chunks_of_one_token_too(name, chunk):
-    model = tiny_model("qwen3")
-    with seergate.attached(model, EVICTORS[name].method(model)):
-        refused("takes a prompt in one piece", model.generate, prompt(40), max_new_tokens=3, prefill_chunk_size=chunk)
+def test_evictors_keep_the_same_of_a_prompt_in_chunks(name, chunk):
+    """Of two rows, the shorter padded by more than a chunk. StreamingLLM keeps keys that attention cannot read."""
+    model, results = tiny_model("qwen3").double(), []
+    batch = left_padded([prompt(40, 1), prompt(9, 2)])
+    with seergate.attached(model, method := EVICTORS[name].method(model)):
+        for options in ({}, {"prefill_chunk_size": chunk}):
+            cache = DynamicCache()
+            generate = partial(model.generate, **batch, max_new_tokens=30, past_key_values=cache, **options)
+            if options and not method.chunked_prefill:
+                refused("without prefill_chunk_size", generate)
+                return
+            results.append((generate(), [layer.keys[:, :, : min(layer.rows.resident)] for layer in cache.layers]))
+    assert torch.equal(results[0][0], results[1][0])
+    torch.testing.assert_close(results[0][1], results[1][1])
 
 
 @torch.no_grad()

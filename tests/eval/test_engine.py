@@ -104,15 +104,19 @@ def same(together, alone):
         assert generation.costs.get("read_curve") == alone[key].costs.get("read_curve")
 
 
-WHOLE = {  # prompts of these are prefilled in one piece
+COMPRESSING = {
     "h2o": arguments_of("h2o", None),
     "kv4bit": {"method": "kv4bit", "residual": 8, "group": 8},
+    "r_kv": {"method": "r_kv", "token_budget": 24, "window": 8, "interval": 4},
+    "streaming_llm": {"method": "streaming_llm", "token_budget": 24, "interval": 8},
     "pages": {"method": "quest", "token_budget": 32, "block_size": 8, "storage": Paging()},
 }
+WHOLE = ("streaming_llm", "pages")
+"""Prompts of these are prefilled in one piece."""
 
 
 @pytest.mark.parametrize(
-    ("method", "size"), [("gate", 1), *((name, 2) for name in ("dense", "quest", "gate", "resa", *WHOLE))]
+    ("method", "size"), [("gate", 1), *((name, 2) for name in ("dense", "quest", "gate", "resa", *COMPRESSING))]
 )
 def test_a_common_prefix_is_prefilled_once(method, size, monkeypatch):
     """With the answers and costs of whole prompts, whichever arrive together."""
@@ -120,7 +124,7 @@ def test_a_common_prefix_is_prefilled_once(method, size, monkeypatch):
     prompts = [f"{LONG[0]} {end}" for end in ("a9 1", "a9", "a9 1 a8 2 a7 3", "a9 5 a4", "a9 5 a4")]
     prefix_length = len(encode(support.tokenizer(), LONG[0]))
     resa = {"method": methods.ReSA(token_budget=32, block_size=8, rectify_every=4)}
-    chosen = WHOLE.get(method) or (resa if method == "resa" else arguments_of(method, model))
+    chosen = COMPRESSING.get(method) or (resa if method == "resa" else arguments_of(method, model))
     alone = run(model, prompts, batch_size=size, max_new_tokens=9, **chosen)
     monkeypatch.setattr(batch, "SHARED_TOKENS", 2)
     hook = model.get_input_embeddings().register_forward_hook(lambda _, args, output: seen.append(args[0].shape))

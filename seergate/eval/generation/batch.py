@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager
 from itertools import takewhile
 
 import torch
@@ -14,7 +15,6 @@ from transformers.cache_utils import Cache
 from seergate.cache.batching import join_rows, keep_rows, rows_are_independent
 from seergate.cache.forward import CACHE
 from seergate.cache.storage import KVBackend
-from seergate.methods.evicting import CompressingMethod
 from seergate.models.attach import Handle, handle_of
 from seergate.models.families import check_angles, text_config
 
@@ -67,7 +67,7 @@ class Batch:
         seen = [[1] * before + [0] * (width - len(ids)) + [1] * (len(ids) - before) for ids in prompts]
         mask = torch.tensor(seen, device=self.device)
         cache = self._started(len(prompts))
-        with handle_of(self.model).passes.prefilling(in_chunks=True):  # a prompt of one token is not decoded either
+        with self._prefilling(width):
             logits = self._forward(
                 torch.tensor(rows, device=self.device),
                 (mask.cumsum(1) - 1).clamp(min=0)[:, before:],
@@ -95,11 +95,16 @@ class Batch:
             return cache
         if self.prefilled is None:
             ids = torch.tensor([self.prefix], device=self.device)
-            self._forward(ids, torch.arange(len(self.prefix), device=self.device)[None], None, cache)
+            with self._prefilling(len(self.prefix) + 1):
+                self._forward(ids, torch.arange(len(self.prefix), device=self.device)[None], None, cache)
             self.prefilled = cache
         cache = _copied(self.prefilled)
         cache.batch_repeat_interleave(rows)
         return cache
+
+    def _prefilling(self, prompt_end: int) -> AbstractContextManager[None]:
+        """Read what follows as a part of prompts of so many slots, also if it is a single token."""
+        return handle_of(self.model).passes.prefilling(in_chunks=True, prompt_end=prompt_end)
 
     def log_probabilities(self, logits: Tensor, replies: Sequence[Sequence[int]]) -> list[float]:
         """Log-probability in nats of a given reply (token ids) to each row, 0 for an empty reply; ``logits [rows, V]``
@@ -165,6 +170,8 @@ def common_prefix(prompts: Sequence[tuple[int, ...]]) -> tuple[int, ...]:
 
 
 def shares_prefix(handle: Handle) -> bool:
-    """True if prompts may be prefilled in two pieces: nothing is evicted or approximated, and all layers are gated."""
-    exact = not isinstance(handle.method, CompressingMethod) and type(handle.storage) is KVBackend
-    return exact and len(handle.bindings) == text_config(handle.model).num_hidden_layers
+    """True if prompts may be prefilled in two pieces: the method allows it, and the cache is an ordinary one whose
+    layers are all gated.
+    """
+    able = handle.method.chunked_prefill and type(handle.storage) is KVBackend
+    return able and len(handle.bindings) == text_config(handle.model).num_hidden_layers
