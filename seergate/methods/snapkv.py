@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.nn import functional as F
 
@@ -153,11 +154,13 @@ def redundancy(keys_KTD: Tensor, threshold: float, spared: int) -> Tensor:
     """R-KV's redundancy of each key, ``[K, T]``, summing to 1 over T; tiled over rows of the similarity matrix."""
     keys = F.normalize(keys_KTD.to(wide_dtype(keys_KTD.dtype)), dim=-1)
     total = keys.shape[1]
-    sums = keys.new_zeros(keys.shape[:2])
+    sums, places = keys.new_zeros(keys.shape[:2]), torch.arange(1, total + 1, dtype=torch.int32, device=keys.device)
     for first in range(0, total, TILE):
         similarity_KWT = keys[:, first : first + TILE] @ keys.transpose(-1, -2)
         similarity_KWT.diagonal(offset=first, dim1=1, dim2=2).zero_()
-        alike = similarity_KWT > threshold
-        newer_alike = alike.flip(-1).cumsum(-1).flip(-1)  # itself included
-        sums += similarity_KWT.masked_fill_(alike & (newer_alike <= spared), 0).sum(1)
+        for _ in range(min(spared, total)):
+            place, newest = ((similarity_KWT > threshold) * places).max(-1, keepdim=True)  # place 0 if none is alike
+            kept = similarity_KWT.gather(-1, newest).masked_fill_(place > 0, 0)
+            similarity_KWT.scatter_(-1, newest, kept)
+        sums += similarity_KWT.sum(1)
     return (sums / total).softmax(-1)
