@@ -102,7 +102,7 @@ PARTS = {
         "--dtype bfloat16 --batch-size 32 --max-new-tokens 600 --run-programs",
     ),
     "long": Part(
-        *("HumanEval behind 4k", 1024, 128, "humaneval", "humaneval:chat=false"),
+        *("HumanEval behind 4k", 256, 128, "humaneval", "humaneval:chat=false"),
         f"--dtype bfloat16 --batch-size 32 --max-new-tokens 600 --run-programs --data {quote(textwrap.__file__)}",
     ),
     "times": Part("ms per token", 512, options="--lengths 4096 --batches 1 16 --budget 512"),
