@@ -227,7 +227,7 @@ def retention_kl(
 
     Returns:
         The mean over tokens and KV heads, and `GateKLStats`, whose rows are the tokens that count. Recall is the share
-        of a segment's sum of targets in its best ``budget - distance`` tokens, mean over segments.
+        of a segment's sum of targets in its best ``budget - distance`` tokens, mean over the tokens that count.
     """
     pack = check_pack(q, k, cu_seqlens, sm_scale, sinks, softcap)
     check_tensor("scores", scores, k.shape[:2], on=("q", q))

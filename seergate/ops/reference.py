@@ -299,10 +299,10 @@ def retention_kl(
     total = scores[:0].sum().to(dtype)
     kl_per_head = torch.zeros(kv_heads, dtype=dtype, device=q.device)
     recall = torch.zeros(len(recall_budgets), kv_heads, dtype=dtype, device=q.device)
-    counted, full = 0, [(start, end - distance) for start, end in _segments(cu_seqlens) if end - distance > start]
+    full = [(start, end - distance) for start, end in _segments(cu_seqlens) if end - distance > start]
+    counted = sum(end - start for start, end in full)
     for start, end in full:
         for token in range(start, end):
-            counted += 1
             for g in range(kv_heads):
                 y, s = targets[token, g], scores[token, g].to(dtype)
                 # without y / s, of which xlogy has no gradient at y = 0
@@ -313,7 +313,7 @@ def retention_kl(
             y = targets[start:end, g]
             ranked = scores[start:end, g].detach().sort(descending=True, stable=True).indices
             for i, budget in enumerate(recall_budgets):
-                recall[i, g] += y[ranked[: budget - distance]].sum() / y.sum() / len(full)
+                recall[i, g] += y[ranked[: budget - distance]].sum() / y.sum() * len(y) / counted
     rows = max(counted, 1)
     stats = GateKLStats(kl_per_head / rows, torch.tensor(counted, device=q.device), recall)
     return total / (rows * kv_heads), stats

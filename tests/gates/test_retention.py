@@ -3,6 +3,7 @@
 import json
 from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -10,6 +11,7 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import GateBank, GateConfig
+from seergate.distill.averages import Averages
 from seergate.distill.config import TrainConfig
 from seergate.distill.losses.distill_loss import DistillSpec
 from seergate.distill.losses.teacher_forward import distill_step, distill_steps
@@ -95,6 +97,16 @@ def test_trim_kv_learns_from_the_whole_model(model):
     assert out.kl_per_layer.tolist() == pytest.approx([loss.item()] * 2, rel=1e-6)
     torch.testing.assert_close(gradients, torch.autograd.grad(loss, [*bank.parameters()]), rtol=1e-3, atol=1e-8)
     assert all(gradient.any() for gradient in gradients)
+
+
+def test_recall_does_not_depend_on_packing(model, bank):
+    """A long text counts as much in a pack with short ones as in its own."""
+    world, lengths = SimpleNamespace(device=torch.device("cpu"), sum=lambda sums: sums), [41, 20, 26]
+    options = {"row_start": 0.25, "target_budget": 6, "recall_budgets": (16,)}
+    together = [distill_step(bank, model, prompt(87, 4), cu_seqlens(lengths), **options)]
+    apart = [distill_step(bank, model, ids, **options) for ids in prompt(87, 4).split(lengths, 1)]
+    one, several = (Averages.over(bank, (16,), world, packs, len(packs)).recall[16] for packs in (together, apart))
+    torch.testing.assert_close(torch.tensor(one), torch.tensor(several))
 
 
 @pytest.mark.parametrize("broken", ["gates", "model"])

@@ -37,6 +37,7 @@ class DistillOutput:
             best blocks; for retention gates see `ops.retention_kl`.
         tokens: number of tokens of the pack.
         rows: scalar, number of rows that KL and recall are means over.
+        recall_rows: scalar, number of rows that recall is a mean over, if it is another.
     """
 
     loss: Tensor
@@ -44,6 +45,7 @@ class DistillOutput:
     recall: Tensor
     tokens: int
     rows: Tensor
+    recall_rows: Tensor | None = None
 
 
 @dataclass(frozen=True)

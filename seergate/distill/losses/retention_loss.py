@@ -115,5 +115,5 @@ class StudentLoss(DistillLoss):
         recall = loss.new_zeros(0, layers, heads)
         if self.stats:
             recall = torch.stack([stats.recall.float().to(loss.device) for stats in self.stats], dim=1)
-        rows = loss.new_full((), len(self.counted))
-        return DistillOutput(self.total(1.0), loss.expand(layers), recall, self.tokens, rows)
+        rows, recall_rows = loss.new_full((), len(self.counted)), self.stats[0].rows if self.stats else None
+        return DistillOutput(self.total(1.0), loss.expand(layers), recall, self.tokens, rows, recall_rows)

@@ -30,12 +30,12 @@ def retention_kl(
     kl = kl.masked_fill(unknown, torch.nan)
     rows = max(len(counted), 1)
     recall = torch.zeros(len(recall_budgets), teacher.kv_heads, dtype=dtype, device=q.device)
-    full = [span for span in spans if span[0] < span[1]]
-    for start, end in full:
+    for start, end in spans:
         of_segment = targets_TK[start:end]
         ranked = of_segment.gather(0, scores[start:end].detach().sort(dim=0, descending=True, stable=True).indices)
         for each, budget in zip(recall, recall_budgets, strict=True):
-            each += ranked[: budget - distance].sum(0) / of_segment.sum(0).clamp(min=1e-30) / len(full)
+            share = ranked[: budget - distance].sum(0) / of_segment.sum(0).clamp(min=1e-30)
+            each += share * (len(of_segment) / rows)
     stats = GateKLStats(kl.detach().sum(0) / rows, torch.tensor(len(counted), device=q.device), recall)
     return kl.sum() / (rows * teacher.kv_heads), stats
 
