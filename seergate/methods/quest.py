@@ -102,10 +102,15 @@ class QuestState(PageState, SelectingState):
     """Scores pages by their bounds, on the scale of attention logits."""
 
     def scores(self, step: Step) -> Tensor:
-        return self.bounds_of_pages(step, step.sm_scale)
+        by_probability = self.method.threshold is not None or self.method.top_p is not None
+        return self._bounds(step, step.softcap if by_probability else None)  # capped, high bounds may become equal
 
     def logits(self, step: Step) -> Tensor:
-        return self.scores(step).unflatten(1, (self.spec.num_kv_heads, -1)).amax(2)
+        return self._bounds(step, step.softcap).unflatten(1, (self.spec.num_kv_heads, -1)).amax(2)
+
+    def _bounds(self, step: Step, softcap: float | None) -> Tensor:
+        bounds = self.bounds_of_pages(step, step.sm_scale)
+        return bounds if softcap is None else softcap * torch.tanh(bounds / softcap)
 
     def crop(self, before: list[int], after: list[int], keys: KeysOf, offset_of: OffsetOf) -> None:
         for row, length in enumerate(after):

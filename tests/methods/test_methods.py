@@ -46,6 +46,11 @@ def test_quest_takes_the_probabilities_of_a_threshold_at_the_scale_of_attention(
     assert 1 < len(expected) < 8 and expected != bounds.softmax(0).gt(0.05).nonzero().flatten().tolist()
     selection = state.method.select(state, last)
     assert selection.indices.flatten().tolist() == [*expected, 8]
+    last.softcap = 0.5
+    capped = 0.5 * torch.tanh(0.25 * bounds / 0.5)
+    assert expected != (now := capped.softmax(0).gt(0.05).nonzero().flatten().tolist())
+    assert state.method.select(state, last).indices.flatten().tolist() == [*now, 8]
+    torch.testing.assert_close(state.logits(last)[0, 0, :8], capped)
 
 
 @pytest.mark.parametrize("group", [1, 4, 5])
