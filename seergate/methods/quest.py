@@ -98,19 +98,28 @@ def page_bounds(
     return bound_PN.view(batch, kv_heads, pages)
 
 
+def by_probability(method: SelectingMethod) -> bool:
+    """Whether bounds become probabilities, of capped logits; otherwise only their order counts, and a cap rounds high
+    bounds to equal ones.
+    """
+    return method.threshold is not None or method.top_p is not None
+
+
+def capped(bounds: Tensor, softcap: float | None) -> Tensor:
+    """The bounds with the model's cap on attention logits."""
+    return softcap * torch.tanh(bounds / softcap) if softcap else bounds
+
+
 class QuestState(PageState, SelectingState):
     """Scores pages by their bounds, on the scale of attention logits."""
 
     def scores(self, step: Step) -> Tensor:
-        by_probability = self.method.threshold is not None or self.method.top_p is not None
-        return self._bounds(step, step.softcap if by_probability else None)  # capped, high bounds may become equal
+        bounds = self.bounds_of_pages(step, step.sm_scale)
+        return capped(bounds, step.softcap) if by_probability(self.method) else bounds
 
     def logits(self, step: Step) -> Tensor:
-        return self._bounds(step, step.softcap).unflatten(1, (self.spec.num_kv_heads, -1)).amax(2)
-
-    def _bounds(self, step: Step, softcap: float | None) -> Tensor:
         bounds = self.bounds_of_pages(step, step.sm_scale)
-        return bounds if softcap is None else softcap * torch.tanh(bounds / softcap)
+        return capped(bounds, step.softcap).unflatten(1, (self.spec.num_kv_heads, -1)).amax(2)
 
     def crop(self, before: list[int], after: list[int], keys: KeysOf, offset_of: OffsetOf) -> None:
         for row, length in enumerate(after):

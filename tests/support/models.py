@@ -111,7 +111,7 @@ def gates(model: PreTrainedModel, block_size: int = 8, gate_dim: int = 16, **opt
 
 def gate_scores(gate: Any, rotary: Any) -> GateScores:
     """The scores of a gate inside a server, in a layer with vLLM's table of angles ``rotary`` or without RoPE."""
-    return GateScores(None, gate.geometry.head_dim, torch.float32, 1.0, gate, Unrotation(rotary))
+    return GateScores(None, gate.geometry.head_dim, torch.float32, 1.0, 0.0, gate, Unrotation(rotary))
 
 
 def prompt(length: int, seed: int = 0) -> torch.Tensor:

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from seergate.gates.gate import AttnGate
 from seergate.gates.scorer import Scorer
-from seergate.methods.quest import page_bounds
+from seergate.methods.quest import by_probability, capped, page_bounds
 from seergate.ops.backend import choose
 from seergate.serving.common.rope import Unrotation
 from seergate.serving.common.rows import PagedRows
@@ -27,6 +27,7 @@ class Scores(ABC):
         method: the method that names this class.
         head_dim, dtype: channels of a cached key, and the dtype of the cache.
         scale: what the layer's attention multiplies its scores by.
+        softcap: the layer's cap on attention logits; 0 without one.
         gate, unrotate: the layer's gate, with this rank's heads, and inverse RoPE; ``None`` without gates.
 
     Attributes:
@@ -40,7 +41,7 @@ class Scores(ABC):
 
     @abstractmethod
     def __init__(
-        self, method: Any, head_dim: int, dtype: torch.dtype, scale: float, gate: Any, unrotate: Any
+        self, method: Any, head_dim: int, dtype: torch.dtype, scale: float, softcap: float, gate: Any, unrotate: Any
     ) -> None: ...
 
     @abstractmethod
@@ -62,7 +63,14 @@ class GateScores(Scores):
     """The learned gate: a block's summary is its compressed key."""
 
     def __init__(
-        self, method: Any, head_dim: int, dtype: torch.dtype, scale: float, gate: Scorer, unrotate: Unrotation
+        self,
+        method: Any,
+        head_dim: int,
+        dtype: torch.dtype,
+        scale: float,
+        softcap: float,
+        gate: Scorer,
+        unrotate: Unrotation,
     ) -> None:
         self.gate, self.unrotate = gate, unrotate
         self.width, self.dtype = gate.config.gate_dim, gate.k_proj.weight.dtype
@@ -92,9 +100,10 @@ class QuestScores(Scores):
     """Quest's upper bound: a block's summary is the maximum and the minimum of its keys per channel."""
 
     def __init__(
-        self, method: Any, head_dim: int, dtype: torch.dtype, scale: float, gate: None, unrotate: None
+        self, method: Any, head_dim: int, dtype: torch.dtype, scale: float, softcap: float, gate: None, unrotate: None
     ) -> None:
         self.width, self.dtype, self.group_reduction, self.scale = 2 * head_dim, dtype, method.group_reduction, scale
+        self.softcap = softcap if by_probability(method) else 0.0
         self.numbers = 2 * self.width  # in the dtype of the cache, and in float32
 
     def summary(self, keys_NKSD: Tensor, starts_N: Tensor) -> Tensor:
@@ -102,4 +111,4 @@ class QuestScores(Scores):
 
     def scores(self, query_RHD: Tensor, rows: PagedRows, summary_RKNW: Tensor) -> Tensor:
         high_RKND, low_RKND = summary_RKNW.chunk(2, -1)
-        return page_bounds(query_RHD, high_RKND, low_RKND, self.group_reduction, self.scale)
+        return capped(page_bounds(query_RHD, high_RKND, low_RKND, self.group_reduction, self.scale), self.softcap)

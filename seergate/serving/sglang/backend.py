@@ -98,7 +98,7 @@ class SparseBackend(TorchNativeAttnBackend):  # type: ignore[misc]
                 if bank is not None:
                     unrotate = Unrotation(parent.rotary_emb if kinds[number] == "plain" else None)
                     gate = bank.gate(number).to(keys.device, keys.dtype).requires_grad_(False)
-                scoring = scores(self.method, layer.qk_head_dim, keys.dtype, layer.scaling, gate, unrotate)
+                scoring = scores(self.method, layer.qk_head_dim, keys.dtype, layer.scaling, 0.0, gate, unrotate)
                 self.scores[number] = scoring
                 shape = len(keys) // self.page, keys.shape[1], scoring.width
                 self.summaries[number] = torch.zeros(shape, dtype=scoring.dtype, device=keys.device)

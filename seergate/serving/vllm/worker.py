@@ -95,7 +95,8 @@ def attach(model: nn.Module, vllm_config: Any) -> dict[int, Any]:
                 gate = rank_gate(bank.gate(layer), attention.num_kv_heads, device, dtype)
                 frequencies = gate.inv_freq if frequencies is None else frequencies
                 gate.inv_freq = frequencies  # one tensor, so that layers share its angles
-            scoring = scores(method, attention.head_size, dtype, attention.impl.scale, gate, unrotate)
+            impl = attention.impl
+            scoring = scores(method, attention.head_size, dtype, impl.scale, impl.logits_soft_cap, gate, unrotate)
         counts = Counts(*torch.zeros(2, dtype=torch.long, device=device))
         make_sparse(attention, method, scoring, counts)
         attentions[layer] = attention

@@ -3,7 +3,9 @@
 from typing import Any
 
 import pytest
+import torch
 
+import seergate
 from tests.serving.vllm.conftest import answers, engine
 from tests.serving.vllm.test_blocks import gates
 from tests.support.models import prompt, tiny_model
@@ -32,6 +34,21 @@ def test_tokens_are_those_of_transformers(family: str, tmp_path: Any) -> None:
     assert dense != sparse
     assert served(token_budget=64) == sparse
     assert served(threshold=1e-30) == dense  # every block, by way of the page tables
+
+
+def test_quests_probabilities_have_the_models_cap(tmp_path: Any) -> None:
+    """Bounds of 45 to 55 become 10, so all blocks are as probable."""
+    model = tiny_model("gemma2", **SIZES, query_pre_attn_scalar=32, attn_logit_softcapping=10.0)
+    model.save_pretrained(tmp_path)
+    rule, prompts = {"top_p": 0.5, "dense_layers": []}, [prompt(length, seed=length)[0].tolist() for length in LENGTHS]
+    with seergate.attached(model, "quest", block_size=32, **rule) as handle:
+        for ids in prompts:
+            model.generate(torch.tensor([ids]), max_new_tokens=NEW, do_sample=False)
+        expected = handle.stats()["density_per_layer"]
+    with engine(tmp_path, {"method": "quest", **rule}, skip_tokenizer_init=True, max_model_len=512) as llm:
+        answers(llm, prompts, NEW, stop=False)
+        (stats,) = llm.collective_rpc("seergate_stats")
+    assert [layer["density"] for layer in stats["layers"].values()] == pytest.approx(expected)
 
 
 def test_layers_in_several_groups_of_the_cache_are_each_counted_once(tmp_path: Any) -> None:

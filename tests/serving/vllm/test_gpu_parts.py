@@ -69,7 +69,7 @@ def gate(size: int) -> AttnGate:
 
 
 def quest_scores(head_dim: int = D, dtype: torch.dtype = torch.float32) -> Scores:
-    return QuestScores(QUEST, head_dim, dtype, 1.0, None, None)
+    return QuestScores(QUEST, head_dim, dtype, 1.0, 0.0, None, None)
 
 
 class FlashImpl(attention.SparseAttention):
