@@ -8,6 +8,7 @@ python benchmarks/tables.py --write board.md    # into one page
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import re
 from collections.abc import Callable, Iterable, Sequence
@@ -215,6 +216,62 @@ def all_methods() -> list[Sequence[str]]:
     return lines
 
 
+OTHER_TEXTS = {
+    "texts": "Python's reference",
+    "held_out": "Debian and Vim",
+    "pages": "this documentation",
+    "8000": "Python's reference, 8,000 tokens",
+}
+"""Part of the files of texts -> what is scored."""
+
+
+def gates_and_quest() -> list[Sequence[str]]:
+    """KL of the gates and of Quest at the same budget, or else at the nearest bytes read, on each kind of texts."""
+    every = [*rows_of("board"), *rows_of("board_other_texts")]
+    lines: list[Sequence[str]] = [
+        ("model, texts", "gates: budget", "KL", "read %", "Quest: budget", "KL", "read %", "%")
+    ]
+    for model, (part, texts) in itertools.product(board.MODELS, OTHER_TEXTS.items()):
+        series = by_method(row for row in every if (row["model"], row["part"]) == (model, part))
+        for gate in series.get("gate", ()):
+            quest = min(
+                series["quest"],
+                key=lambda row: (
+                    row["budget"] != gate["budget"],
+                    abs(row["bytes_read_per_step"] - gate["bytes_read_per_step"]),
+                ),
+            )
+            pair = (
+                (str(row["budget"]), f"{row['kl']:.4f}", share(row, series["dense"][0], "bytes_read_per_step"))
+                for row in (gate, quest)
+            )
+            lines.append((f"{model}, {texts}", *itertools.chain(*pair), f"{100 * gate['kl'] / quest['kl']:.0f}"))
+    return lines
+
+
+def minus_dense(model: str) -> list[Sequence[str]]:
+    """Points more than dense attention on the same problems, with the 95 % interval, and the bytes read, of each part
+    and budget of a model.
+    """
+    rows = [row for row in rows_of("board") if row["model"] == model]
+    dense = {row["part"]: row for row in rows if row["method"] == "dense"}
+    scored = [row for row in rows if "minus_dense" in row]
+    columns = [
+        (part, budget)
+        for part in board.PARTS
+        for budget in sorted({row["budget"] for row in scored if row["part"] == part} - {None})
+    ]
+    cells: dict[str, dict[Any, str]] = {row["method"]: {} for row in rows}
+    for row in scored:
+        part, points = row["part"], [f"{100 * row[f'minus_dense{end}']:+.1f}" for end in ("", "_low", "_high")]
+        column = part, row["budget"] or next(budget for each, budget in columns if each == part)
+        read = share(row, dense[part], "bytes_read_per_step")
+        cells[row["method"]][column] = f"{points[0]} [{points[1]}, {points[2]}], {read} %"
+    titles = (f"{board.PARTS[part].title} at {budget}" for part, budget in columns)
+    lines = ((code(method), *(own.get(column, MISSING) for column in columns)) for method, own in cells.items() if own)
+    return [("method", *titles), *lines]
+
+
 TABLES: dict[str, Callable[[], list[Sequence[str]]]] = {
     "texts": lambda: distances("smollm2_texts"),
     "long-texts": lambda: distances("smollm2_long_texts"),
@@ -230,6 +287,8 @@ TABLES: dict[str, Callable[[], list[Sequence[str]]]] = {
     "rules-real": lambda: rules("anchors_smollm2"),
     "sharing": sharing,
     "board": all_methods,
+    "gates-and-quest": gates_and_quest,
+    "minus-dense": lambda: minus_dense("qwen2.5-coder-0.5b"),
 }
 
 

@@ -258,6 +258,30 @@ def test_a_compiled_step_is_timed(tmp_path: Path) -> None:
     assert row["step_median_ms"].keys() == {"hf_gate", "hf_gate_compiled"}
 
 
+def test_gates_are_beside_quest_at_the_same_budget_or_else_the_nearest_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.syspath_prepend(str(ROOT / "benchmarks"))
+    import tables
+
+    rows = [
+        {
+            "model": "smollm2",
+            "part": "texts",
+            "method": method,
+            "budget": budget,
+            "kl": kl,
+            "bytes_read_per_step": nbytes,
+        }
+        for method, budget, kl, nbytes in (
+            *(("dense", None, 0.0, 100), ("gate", 256, 0.4, 20), ("gate", 512, 0.2, 40), ("gate", 1024, 0.1, 70)),
+            *(("quest", 256, 0.8, 40), ("quest", 512, 0.5, 60)),
+        )
+    ]
+    monkeypatch.setattr(tables, "rows_of", lambda name: rows if name == "board" else [])
+    _, *lines = tables.gates_and_quest()
+    assert [line[1::3] for line in lines] == [("256", "256", "50"), ("512", "512", "40"), ("1024", "512", "20")]
+    assert lines[2][3::3] == ("70", "60")
+
+
 @pytest.mark.slow
 def test_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every part of a random model, one of them in two goes; the table and the figure have what there is."""
@@ -308,6 +332,8 @@ def test_board(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     missing = {name: [i for i in range(10) if not set(lines[name][i]) - {tables.MISSING}] for name in lines}
     assert missing["dense"] == missing["gate"] == [1, 9] and missing["tova"] == [1, 2, 3, 4, 5, 8, 9]
     assert "[" in lines["quest"][4] and lines["quest"][2] == tables.MISSING
+    head, *lines = tables.minus_dense("tiny")
+    assert len(head) == 5 and {line[0]: line.count(tables.MISSING) for line in lines}["`quest`"] == 3
     record["rows"] += [row | {"model": "smollm2"} for row in record["rows"] if row["part"] == "texts"]
     (tmp_path / "board.json").write_text(json.dumps(record))
     panels = trade_off.draw_board(tmp_path).axes  # a panel per part of a model that was measured
