@@ -7,7 +7,7 @@ can make some, else on 1 % of the evaluated problems, as LazyEviction's authors 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -17,8 +17,9 @@ from typing import Any
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from seergate.errors import SeergateError
+from seergate.eval.generation.batch import Batch
 from seergate.eval.generation.samples import Limit
-from seergate.eval.sampling import Sampling
+from seergate.eval.sampling import SampledRow, Sampling, TokenChooser
 from seergate.eval.settings import MethodSpec
 from seergate.eval.tasks.chain_sum import TRAINING_SEEDS
 from seergate.eval.tasks.prompts import encode, end_ids, prompt_text
@@ -85,6 +86,26 @@ def other_problems(task: Task) -> tuple[Task, int | None]:
         return task, None
     seed = (task.options["seed"] + TRAINING_SEEDS // 2) % TRAINING_SEEDS
     return make_task("chain_sum", problems=FRESH, variables=task.options["variables"], seed=seed), FRESH
+
+
+def answers(
+    model: PreTrainedModel,
+    prompts: Iterable[Sequence[int]],
+    max_new_tokens: int,
+    sampling: Sampling | None,
+    ends: Collection[int],
+) -> Iterator[Batch]:
+    """Answer prompts one by one with the attached method; yield each finished answer's batch of one row."""
+    choose = TokenChooser(sampling or Sampling())
+    for number, ids in enumerate(prompts):
+        row, batch = SampledRow(list(ids), number), Batch(model)
+        logits = batch.add([ids])
+        while len(row.tokens) < max_new_tokens:
+            row.tokens += choose(logits, [row])
+            if row.tokens[-1] in ends or len(row.tokens) == max_new_tokens:
+                break
+            logits = batch.step(row.tokens[-1:])
+        yield batch
 
 
 def made_on(

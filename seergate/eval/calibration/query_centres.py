@@ -12,8 +12,7 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from seergate.errors import SeergateError
-from seergate.eval.calibration.answers import answers
-from seergate.eval.calibration.calibrator import Calibration, Prompts
+from seergate.eval.calibration.calibrator import Calibration, Prompts, answers
 from seergate.eval.sampling import Sampling
 from seergate.fingerprint import fingerprint
 from seergate.inference_mode import without_gradients

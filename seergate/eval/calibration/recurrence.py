@@ -19,8 +19,7 @@ from transformers import PreTrainedModel
 from seergate.checks import check, is_number
 from seergate.errors import SeergateError
 from seergate.eval import store
-from seergate.eval.calibration.answers import answers
-from seergate.eval.calibration.calibrator import Calibration, Prompts
+from seergate.eval.calibration.calibrator import Calibration, Prompts, answers
 from seergate.eval.calibration.matching import EVERYTHING
 from seergate.eval.sampling import Sampling
 from seergate.methods import LazyEviction
