@@ -95,8 +95,6 @@ class HubTask:
             chat: ask in a user's turn, after turns with the examples. Otherwise the model continues a text that ends
                 with the question, for base models. ``None`` means true without examples.
         """
-        if problems is not None:
-            check_count("problems", problems, 1)
         task = Task(
             name=self.name,
             load=lambda: islice(self._problems(source), problems),

@@ -6,7 +6,6 @@ import json
 from collections.abc import Iterator
 from itertools import islice
 
-from seergate.checks import check_count
 from seergate.eval.grading.programs import FIELDS, PROGRAM, checker_file
 from seergate.eval.sampling import Sampling
 from seergate.eval.tasks.retrieval import text_of
@@ -26,8 +25,6 @@ def humaneval(*, problems: int | None = None, chat: bool = True, data: str | Non
             continues the function, for base models.
         data: file whose text stands before each function, such as other code: a long context to answer behind.
     """
-    if problems is not None:
-        check_count("problems", problems, 1)
     before, source = "", {}
     if data is not None:
         name, text = text_of(data)

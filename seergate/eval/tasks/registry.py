@@ -38,7 +38,6 @@ def chain_sum(*, problems: int = 64, variables: int = 40, seed: int = 0) -> Task
         variables: size of a problem; prompt and solution together take about 27 tokens per variable.
         seed: seed of the problems, below `TRAINING_SEEDS`.
     """
-    check_count("problems", problems, 1)
     check_count("variables", variables, GIVENS + 1, NAMES)
     if not 0 <= seed < TRAINING_SEEDS:
         raise ValueError(f"the task's seed is {seed}; it must be in 0..{TRAINING_SEEDS - 1}, as larger ones train")
@@ -72,8 +71,6 @@ def jsonl(path: str, *, problems: int | None = None, grader: str = "math") -> Ta
         problems: number of problems to use, from the first on; all if ``None``.
         grader: a key of `seergate.eval.grading.graders.GRADERS`.
     """
-    if problems is not None:
-        check_count("problems", problems, 1)
     if not Path(path).is_file():
         raise SeergateError(f"the task file {path} does not exist")
     check_grader(grader)
@@ -191,4 +188,6 @@ def make_task(name: str | os.PathLike[str], **options: Any) -> Task:
         must, fits = _KINDS.get(kinds[option], ("", lambda value: True))
         if not fits(value):
             raise SeergateError(f"the task's {option} is {value!r}; it must be {must}")
+    if "problems" in given:
+        check_count("problems", given["problems"], 1)
     return make(**given)

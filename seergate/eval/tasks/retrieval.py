@@ -184,7 +184,6 @@ def perplexity(*, problems: int = 16, length: int = 2048, scored: int = 256, dat
         data: a ``.jsonl`` file of records with a ``text``; or another file, whose text is cut into pieces; the
             documentation that ships with Python if ``None``.
     """
-    check_count("problems", problems, 1)
     check_count("scored", scored, 1)
     if length < scored + SETTLING + 2:
         raise ValueError(f"length is {length}; it must be at least {scored + SETTLING + 2}, with scored {scored}")
@@ -238,7 +237,7 @@ def _task(
     options: dict[str, Any],
 ) -> Task:
     """A task whose problems have given lengths in tokens; ``source`` names the text."""
-    for option, value in {"problems": problems, **options}.items():
+    for option, value in options.items():
         check_count(option, value, 1)
     if not length or min(length) < 1:
         raise ValueError(f"length is {length}; it must be positive numbers of tokens")
