@@ -114,16 +114,20 @@ class HubTask:
             raise ValueError(f"shots_source is {source!r} with shots 0; give shots, the number of examples, too")
         if chat and not shots:
             return task
-        if not shots and self.example is not None:
-            raise ValueError("chat is false with shots 0; give shots, whose answers show the form of an answer")
-        if self.example is None:
+        if (example := self.example) is None:
             raise ValueError(
                 f"{f'shots is {shots}' if shots else 'chat is false'}; the task {self.name!r} has no worked examples "
                 "and is asked in a user's turn only"
             )
+        if not shots:
+            raise ValueError("chat is false with shots 0; give shots, whose answers show the form of an answer")
 
         def load() -> Iterator[Problem]:
-            shown = self._examples(shots, source)
+            where = source or (f"the {len(self.shown)} examples of {self.name!r}" if self.shown else self.address)
+            own = self.shown if source is None else ()
+            shown = list(islice(own or read_each(self._records(source, "train"), example, where), shots))
+            if len(shown) < shots:
+                raise SeergateError(f"shots is {shots}; {where} has only {len(shown)}")
             for problem in task.load():
                 yield with_examples(problem, shown, MATH_INSTRUCTION, chat)
 
@@ -132,19 +136,6 @@ class HubTask:
         if chat:
             return after
         return replace(after, samples=1, sampling=Sampling(), max_new_tokens=PLAIN_LENGTH, stop=(STOP,))
-
-    def _examples(self, shots: int, source: str | None) -> list[Example]:
-        """The first worked examples."""
-        if not shots or self.example is None:
-            return []
-        where = source or (f"the {len(self.shown)} examples of {self.name!r}" if self.shown else self.address)
-        if source is None and self.shown:
-            worked_examples = list(self.shown[:shots])
-        else:
-            worked_examples = list(islice(read_each(self._records(source, "train"), self.example, where), shots))
-        if len(worked_examples) < shots:
-            raise SeergateError(f"shots is {shots}; {where} has only {len(worked_examples)}")
-        return worked_examples
 
     @property
     def address(self) -> str:
