@@ -60,7 +60,7 @@ class Centres:
     def save(self, path: str | os.PathLike[str]) -> None:
         """Write one safetensors file, atomically. Raises `SeergateError` if ``made`` does not name the model."""
         if "model" not in self.made:
-            raise SeergateError("these centres do not name their model (made); query_centres records it")
+            raise SeergateError("these centres do not name their model (made); `seergate calibrate` records it")
         kinds = {"mean": self.mean, "modulus": self.modulus, "rope": self.rope}
         tensors = {
             f"layers.{layer}.{kind}": tensor.float().cpu().contiguous()

@@ -205,8 +205,8 @@ def test_auto_is_measured_on_other_problems_and_kept(tmp_path, monkeypatch):
     assert windows[0] <= 6, "a window must leave room in its budget"
     assert windows[1] > 1
     (centres,) = {spec.method(None).found.fingerprint for spec in calibrated_specs if spec.name == "tri_attention"}
-    for name in ("recurrence.measure_recurrence", "query_centres.query_centres"):  # what is kept is not measured again
-        monkeypatch.setattr(f"seergate.eval.calibration.{name}", None)
+    for name in ("recurrence.WindowCalibration", "query_centres.CentresCalibration"):  # what is kept stays so
+        monkeypatch.setattr(f"seergate.eval.calibration.{name}.measure", None)
     again = list(map(Calibrator(model, tokenizer, task, tmp_path, **how), specs))
     assert again == calibrated_specs
     assert {path.name for path in tmp_path.iterdir()} == {"lazy_eviction-0.04.json", "tri_attention.safetensors"}

@@ -8,18 +8,19 @@ import torch
 
 from seergate import methods
 from seergate.cli.main import main
-from seergate.eval.calibration.query_centres import query_centres
+from seergate.eval.calibration.query_centres import CentresCalibration
 from seergate.eval.calibration.recurrence import measure_recurrence, window_of
+from seergate.fingerprint import fingerprint
+from seergate.methods.tri_attention import Centres
 from tests.support.evictors import model_of
 from tests.support.models import prompt
 from tests.support.naive import Lazy, Simulation
-from tests.support.running import invalid, refused
+from tests.support.running import refused
 
 
 def test_windows_by_hand():
     mri = np.array([0, 1, 1, 2, 3, 5, 8, 40, 2, 3])
     assert [window_of(mri, share) for share in (0.1, 0.5, 0.8, 0.9, 1.0)] == [1, 2, 5, 8, 40]
-    invalid("share is 0", window_of, mri, 0)
 
 
 def test_intervals_are_those_of_the_definition():
@@ -40,10 +41,11 @@ def test_intervals_are_those_of_the_definition():
     assert mri.tolist() == expected and len(set(expected)) > 5
 
 
-def test_centres_count_every_query():
-    model = model_of(4)
-    centres = query_centres(model, [prompt(20, 1)[0].tolist(), prompt(30, 2)[0].tolist()], max_new_tokens=5)
-    assert centres.tokens == 50 + 2 * 4
+def test_centres_count_every_query(tmp_path):
+    model, path = model_of(4), tmp_path / "centres.safetensors"
+    prompts = [prompt(20, 1)[0].tolist(), prompt(30, 2)[0].tolist()]
+    CentresCalibration().measure(model, prompts, path, {"made": {"model": fingerprint(model)}}, max_new_tokens=5)
+    assert Centres.load(path).tokens == 50 + 2 * 4
     refused("no token was generated", measure_recurrence, model, [[3, 4, 5]], max_new_tokens=1)
 
 

@@ -10,7 +10,7 @@ from transformers import DynamicCache
 
 import seergate
 from seergate import SeergateError, methods
-from seergate.eval.calibration.query_centres import QueryCentres, query_centres
+from seergate.eval.calibration.query_centres import QueryCentres
 from seergate.fingerprint import fingerprint
 from seergate.methods.evicting import best
 from seergate.methods.scoring import reduced
@@ -169,7 +169,9 @@ def test_centres_are_the_mean_of_what_passed_and_survive_saving(tmp_path, monkey
 def test_centres_of_a_model_of_the_same_shape_are_refused(tmp_path):
     """Other weights, another RoPE, and a file of an earlier version, which says nothing of either."""
     model, path = model_of(4), str(tmp_path / "centres.safetensors")
-    query_centres(model, [prompt(60, 5)[0].tolist()]).save(path)
+    with seergate.attached(model, recorder := QueryCentres()):
+        model(input_ids=prompt(60, 5))
+    replace(recorder.centres(), made={"model": fingerprint(model)}).save(path)
     evictor = methods.TriAttention(centres=path, token_budget=24, interval=4)
     gate = methods.Gate(bank=naive_views.gate_for(model), token_budget=16)
     gated = methods.GateOnEvictor(evictor=evictor, gate=gate)

@@ -7,7 +7,7 @@ can make some, else on 1 % of the evaluated problems, as LazyEviction's authors 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import asdict, fields, replace
 from functools import cached_property
 from pathlib import Path
@@ -90,12 +90,14 @@ def other_problems(task: Task) -> tuple[Task, int | None]:
 
 def answers(
     model: PreTrainedModel,
-    prompts: Iterable[Sequence[int]],
+    prompts: Prompts,
     max_new_tokens: int,
-    sampling: Sampling | None,
-    ends: Collection[int],
+    sampling: Sampling | None = None,
+    ends: Collection[int] = (),
 ) -> Iterator[Batch]:
-    """Answer prompts one by one with the attached method; yield each finished answer's batch of one row."""
+    """Answer prompts one by one with the attached method, greedily without ``sampling``, up to a token of ``ends``;
+    yield each finished answer's batch of one row.
+    """
     choose = TokenChooser(sampling or Sampling())
     for number, ids in enumerate(prompts):
         row, batch = SampledRow(list(ids), number), Batch(model)

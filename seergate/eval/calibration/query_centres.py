@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,6 @@ from transformers import PreTrainedModel
 
 from seergate.errors import SeergateError
 from seergate.eval.calibration.calibrator import Calibration, Prompts, answers
-from seergate.eval.sampling import Sampling
-from seergate.fingerprint import fingerprint
 from seergate.inference_mode import without_gradients
 from seergate.methods.base import LayerSpec, LayerState, Method, Step
 from seergate.methods.tri_attention import Centres, Pairs
@@ -65,33 +63,11 @@ class QueryCentres(Method):
         return Centres(mean, modulus, min(count for _, _, count in self.sums.values()), dict(self.rope))
 
 
-@torch.inference_mode()
-def query_centres(
-    model: PreTrainedModel,
-    prompts: Iterable[Sequence[int]],
-    *,
-    max_new_tokens: int = 1,
-    sampling: Sampling | None = None,
-    ends: Collection[int] = (),
-    made: dict[str, Any] | None = None,
-) -> Centres:
-    """Calibrate TriAttention: the mean queries of a model over prompts and the beginnings of its answers.
-
-    Args:
-        model, sampling, ends: see `measure_recurrence`.
-        prompts: token ids of any text; about 32 thousand tokens in all in the authors' runs.
-        made: conditions to store with the centres; the model's fingerprint if ``None``.
-    """
-    recorder = QueryCentres()
-    with attached(model, recorder):
-        for _ in answers(model, prompts, max_new_tokens, sampling, ends):
-            pass
-    return replace(recorder.centres(), made={"model": fingerprint(model)} if made is None else made)
-
-
 @dataclass(frozen=True)
 class CentresCalibration(Calibration):
-    """Calibrates TriAttention's centres."""
+    """Calibrates TriAttention's centres: the mean queries of a model over prompts, about 32 thousand tokens in all in
+    the authors' runs, and the beginnings of its answers.
+    """
 
     @property
     def file_name(self) -> str:
@@ -103,9 +79,14 @@ class CentresCalibration(Calibration):
         except SeergateError:
             return None
 
+    @torch.inference_mode()
     def measure(
         self, model: PreTrainedModel, prompts: Prompts, path: Path, about: Mapping[str, Any], **how: Any
     ) -> list[str]:
-        centres = query_centres(model, prompts, made=about["made"], **how)
+        recorder = QueryCentres()
+        with attached(model, recorder):
+            for _ in answers(model, prompts, **how):
+                pass
+        centres = replace(recorder.centres(), made=about["made"])
         centres.save(path)
         return [f"centres of {len(centres.mean)} layers from {centres.tokens} tokens: {path}"]

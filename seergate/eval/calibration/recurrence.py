@@ -7,7 +7,7 @@ nothing).
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,6 @@ from seergate.errors import SeergateError
 from seergate.eval import store
 from seergate.eval.calibration.calibrator import Calibration, Prompts, answers
 from seergate.eval.calibration.matching import EVERYTHING
-from seergate.eval.sampling import Sampling
 from seergate.methods import LazyEviction
 from seergate.methods.lazy_eviction import LazyState
 from seergate.models.attach import attached
@@ -29,21 +28,14 @@ from seergate.models.attach import attached
 
 @torch.inference_mode()
 def measure_recurrence(
-    model: PreTrainedModel,
-    prompts: Iterable[Sequence[int]],
-    *,
-    max_new_tokens: int,
-    alpha: float = 1e-4,
-    sampling: Sampling | None = None,
-    ends: Collection[int] = (),
+    model: PreTrainedModel, prompts: Prompts, *, alpha: float = LazyEviction.alpha, **how: Any
 ) -> np.ndarray:
     """Answer prompts with dense attention and record when attention returns to each token.
 
     Args:
         model: a model in eval mode, nothing attached.
-        alpha: the attention probability from which a token counts as active; the default is LazyEviction's.
-        sampling: how tokens are chosen; greedy if ``None``, as in the paper.
-        ends: ids of the tokens that end an answer.
+        alpha: the attention probability from which a token counts as active.
+        **how: see `answers`.
 
     Returns:
         The maximum recurrence interval (MRI) of each token, layer and KV head, in decode steps; 0 for a token that was
@@ -55,7 +47,7 @@ def measure_recurrence(
     recorder = LazyEviction(token_budget=EVERYTHING, window=EVERYTHING, alpha=alpha)
     mri = list[np.ndarray]()
     with attached(model, recorder):
-        for batch in answers(model, prompts, max_new_tokens, sampling, ends):
+        for batch in answers(model, prompts, **how):
             for layer in batch.cache.layers:
                 state = getattr(layer, "state", None)
                 if not isinstance(state, LazyState) or not state.decoded[0]:
@@ -69,7 +61,6 @@ def measure_recurrence(
 
 def window_of(mri: np.ndarray, share: float) -> int:
     """The MRI that this share of tokens does not exceed, at least 1: LazyEviction's window (section 4)."""
-    check("share", share, 0 < share <= 1, "greater than 0 and at most 1")
     return max(1, int(np.quantile(mri, share, method="inverted_cdf")))
 
 
