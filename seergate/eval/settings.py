@@ -87,17 +87,7 @@ class MethodSpec:
             parts.append("dense" + ",".join(map(str, self.dense_layers)))
         texts = {key: value_text(value).replace("\\", "/") for key, value in sorted(self.options.items())}
         parts += [f"{key}={text.rsplit('/', 1)[-1]}" for key, text in texts.items()]  # of a path, the file's name
-        return "-".join([*parts, self.gates] if self._gates_differ else parts)
-
-    @property
-    def title(self) -> str:
-        """The method, and the name of its gates if that differs."""
-        return f"{self.name} [{self.gates}]" if self._gates_differ else self.name
-
-    @property
-    def _gates_differ(self) -> bool:
-        """True if its gates have a name other than the method's."""
-        return self.gates not in ("", self.name)
+        return "-".join(parts if self.gates in ("", self.name) else [*parts, self.gates])
 
     def bank(self, banks: Banks) -> GateBank | None:
         """The method's gates, chosen by kind, block size and name; ``None`` if there are none."""

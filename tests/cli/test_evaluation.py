@@ -161,9 +161,8 @@ def test_methods_with_gates_run_with_each_that_has_their_block_size():
     ]  # fmt: skip
     assert [spec.bank(banks) for spec in specs[1:4]] == list(banks.values())
     assert with_each(grid(["gate"], [64], 8), {"a": banks["a"]})[0] == replace(specs[1], named_block_size=False)
-    assert [spec.title for spec in specs] == ["dense", "gate [a]", "gate [b]", "gate", "h2o"]
     (_, own) = with_each(grid(["gate"], [64], 8), named := {"b": banks["b"], "gate": banks["a"]})
-    assert (own.label, own.title) == ("gate-64", "gate") and own.bank(named) is banks["a"]
+    assert own.label == "gate-64" and own.bank(named) is banks["a"]
     with pytest.raises(ValueError, match=r"gates are named 'a/b'; a name must be of letters, digits and _ . -"):
         with_each(specs, {"a/b": banks["a"]})
     assert named_gates("runs/lr=0.01/gates") == "runs/lr=0.01/gates", "a path, no name"

@@ -187,7 +187,7 @@ class Calibrator:
         calibration = calibration_of(keeping_class(spec.name), option).of(spec.options)
         path, (prompts, how, origin) = self.directory / calibration.file_name, self._answered
         if calibration.made(path) != origin:
-            with working(f"calibrating {option} of {spec.title}"):
+            with working(f"calibrating {option} of {spec.name}"):
                 calibration.measure(self.model, prompts, path, {"made": origin}, **how)
         return calibration.value(path, spec.token_budget)
 
