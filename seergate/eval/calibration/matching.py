@@ -80,11 +80,6 @@ class Replay:
         if not self.answer:
             raise SeergateError("dense answered nothing, so there is nothing to compare bytes on")
 
-    @property
-    def length(self) -> int:
-        """Tokens of prompt and answer."""
-        return len(self.prompt) + len(self.answer)
-
     @torch.inference_mode()
     def bytes(self, spec: MethodSpec, bank: GateBank | None) -> float:
         """Measured bytes that a setting holds, or reads per step, while it decodes the answer."""
@@ -183,14 +178,14 @@ def match(
         ``target_bytes``, ``method`` (with its options), ``label``, ``knob``, ``value``, ``bytes`` (of the replay) and
         ``matched``.
     """
-    per_token = replay.bytes_per_token()
+    per_token, length = replay.bytes_per_token(), len(replay.prompt) + len(replay.answer)
     targets = {f"{budget} tokens": budget * per_token for budget in sorted(budgets)}
     chosen, records = [spec for spec in specs if budget_option_of(spec) is None], list[dict[str, Any]]()
     targets |= {s.label: replay.bytes(prepare(s), s.bank(banks)) for s in chosen if s.name != Dense.name}
     for spec in specs:
         if (budget_option := budget_option_of(spec)) is None:
             continue
-        values = _values(spec, budget_option, replay.length, prepare, spec.bank(banks))
+        values = _values(spec, budget_option, length, prepare, spec.bank(banks))
         method = spec.label.replace(f"-{EVERYTHING}", "", 1)
 
         def measure(value: float, spec: MethodSpec = spec, budget_option: str = budget_option) -> float:

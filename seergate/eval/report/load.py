@@ -95,11 +95,6 @@ class Setting:
         """Fingerprint of the weights of its gates, if it has any."""
         return (self.config.get("gates") or {}).get("fingerprint")
 
-    @property
-    def gates_name(self) -> str:
-        """Name of its gates, or empty."""
-        return str((self.config.get("gates") or {}).get("name") or "")
-
     def own_options(self) -> dict[str, Any]:
         """The recorded options of its method, except those that are shown elsewhere."""
         elsewhere = {*SHOWN_ELSEWHERE, *(f"gate.{key}" for key in SHOWN_ELSEWHERE if self.kind.shares_blocks)}
@@ -309,7 +304,8 @@ def _named(settings: list[Setting]) -> list[Setting]:
         name = setting.method
         if len({s.block_size for s in same}) > 1 and setting.block_size is not None:
             name += f" b{setting.block_size}"
-        rivals = {s.gates: s.gates_name for s in same if s.gates and _gated_size(s) == _gated_size(setting)}
+        size = _gated_size(setting)
+        rivals = {s.gates: s.config["gates"].get("name") for s in same if s.gates and _gated_size(s) == size}
         if len(rivals) > 1 and setting.gates:  # gates of the same block size
             given = rivals[setting.gates]
             named_apart = given and list(rivals.values()).count(given) == 1
