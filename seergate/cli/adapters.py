@@ -314,7 +314,7 @@ def results_of(runs: Path, bank: GateBank) -> list[dict[str, Any]]:
     return [
         {
             "task": str(setting.config["task"]["name"]),
-            **_named("task_options", _task_options(setting.config["task"])),
+            **_named("task_options", {k: v for k, v in setting.config["task"].items() if k not in NO_TASK_OPTIONS}),
             "method": setting.method,
             **_named("options", _unusual(setting, bank)),
             "token_budget": setting.budget,
@@ -328,15 +328,11 @@ def results_of(runs: Path, bank: GateBank) -> list[dict[str, Any]]:
     ]
 
 
-def _task_options(task: dict[str, Any]) -> dict[str, Any]:
-    return {key: value for key, value in task.items() if key not in NO_TASK_OPTIONS and value is not None}
-
-
 def _named(name: str, options: dict[str, Any]) -> dict[str, str]:
-    """Options as text under a name, such as ``compat=published, dense_layers=0+1``; empty if there are none."""
+    """Options that are set, as text under a name: ``compat=published, dense_layers=0+1``; empty if there are none."""
     from seergate.eval.method_text import value_text
 
-    plain = {key: tuple(value) if isinstance(value, list) else value for key, value in options.items()}
+    plain = {k: tuple(v) if isinstance(v, list) else v for k, v in options.items() if v is not None}
     return {name: ", ".join(f"{key}={value_text(value)}" for key, value in plain.items())} if plain else {}
 
 
@@ -352,4 +348,4 @@ def _unusual(setting: Setting, bank: GateBank) -> dict[str, Any]:
     except SeergateError:
         return {}
     given = {key: setting.config["method"].get(key) for key in usual.keys() - LIMITS}
-    return {key: value for key, value in sorted(given.items()) if value is not None and value != usual[key]}
+    return {key: value for key, value in sorted(given.items()) if value != usual[key]}
