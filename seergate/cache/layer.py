@@ -42,7 +42,7 @@ class GatedLayer(CacheLayerMixin):
         counts: counters of compiled steps (`seergate.decode.stats`); ``None`` if an eager step must run before the
             next compiled one.
         failed: whether a rectification has failed, after which the layers may hold different tokens.
-        reading: whether more of the prompt is to come, for which a method that evicts waits.
+        reading: whether more of the prompt is to come, for which a method that evicts waits; also after a failure.
     """
 
     is_sliding = False

@@ -102,8 +102,8 @@ def gated_attention(
     observer.stats_.saw_prompt(layer)
     output, weights = dense(query, key, value, attention_mask, **kwargs)
     with torch.no_grad(), torch.autocast(query.device.type, enabled=False):
-        end = 0 if context.passes is None else context.passes.prompt_end
-        layer.reading = layer.rows.slots < end and layer.method.chunked_prefill
+        able = isinstance(layer.method, CompressingMethod) and layer.method.chunked_prefill
+        layer.reading = able and context.passes is not None and layer.rows.slots < context.passes.prompt_end
         if not layer.reading:
             _evict(layer, step)
         if not mode.decoded:

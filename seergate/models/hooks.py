@@ -34,7 +34,7 @@ from transformers.cache_utils import (
 )
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS, AttentionInterface
 
-from seergate.cache.forward import TWO_THREADS, ForwardContext, ForwardModes, cache_keyword, cache_of
+from seergate.cache.forward import PROMPT, TWO_THREADS, ForwardContext, ForwardModes, cache_keyword, cache_of
 from seergate.cache.layer import GatedLayer
 from seergate.cache.storage import KVBackend
 from seergate.decode.compatibility import refuse
@@ -370,7 +370,7 @@ class LayerBinding:
                 valid = None if bool(shown[:, slots:].all()) else shown[:, slots:]
             if valid is not None and new == 1:
                 refuse_masked(layer, valid)
-        mode = passes.mode(cache, slots or 0, new)
+        mode = PROMPT if layer.reading else passes.mode(cache, slots or 0, new)
         if valid is not None and new > 1 and not valid[:, new - mode.decoded :].all():
             raise SeergateError(
                 "the attention_mask hides tokens that are to be decoded; only a prompt may have padding"

@@ -102,6 +102,21 @@ def test_evictors_keep_the_same_of_a_prompt_in_chunks(name, chunk):
 
 
 @torch.no_grad()
+@pytest.mark.parametrize("name", ["snapkv", "kv4bit"])
+@pytest.mark.filterwarnings("ignore::seergate.methods.LongPromptWarning")
+def test_a_prompt_that_was_stopped_before_its_last_token_is_taken_up(name):
+    """Which a prompt of one token would decode; then no further prompt is taken, which would be read wrongly."""
+    model, ids, cache = tiny_model("qwen3"), prompt(41, 1), DynamicCache()
+    with seergate.attached(model, EVICTORS[name].method(model)) as handle:
+        whole = model.generate(ids, max_new_tokens=30)
+        with handle.passes.prefilling(in_chunks=True, prompt_end=41):
+            model(ids[:, :40], past_key_values=cache)
+        text = model.generate(ids, max_new_tokens=30, past_key_values=cache)
+        assert torch.equal(text, whole)
+        refused("takes one prompt", model.generate, torch.cat((text, prompt(12, 5)), 1), past_key_values=cache)
+
+
+@torch.no_grad()
 def test_a_deep_crop_recovers_keys_at_their_positions_or_is_refused():
     """Positions with gaps, a mask with a hole, and angles that change."""
     ids, hole = prompt(60), torch.ones(1, 40, dtype=torch.long)
