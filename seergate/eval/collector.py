@@ -6,6 +6,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -38,7 +39,7 @@ class Progress:
         return self.seconds * left / self.made if self.made and 10 * self.made >= self.made + left else None
 
 
-class Collector:
+class Collector(AbstractContextManager["Collector"]):
     """Grades samples in other threads, because a grade may take seconds, and writes them to ``samples.jsonl``.
 
     A context manager: leaving it waits for all grades. A sample whose grade fails or is killed is not written, and the
@@ -121,9 +122,6 @@ class Collector:
                 self.report()
         except BaseException as error:  # raised in the generating thread, by `take` or at the end
             self.error = self.error or error
-
-    def __enter__(self) -> Collector:
-        return self
 
     def __exit__(self, kind: object, *_: object) -> None:
         try:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 from collections.abc import Iterable, Sequence
+from contextlib import AbstractContextManager
 from io import FileIO
 from pathlib import Path
 from typing import Any
@@ -98,7 +99,7 @@ def in_order(samples: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
     return sorted(samples, key=lambda sample: (sample["problem_id"], sample["sample_idx"]))
 
 
-class SampleLog:
+class SampleLog(AbstractContextManager["SampleLog"]):
     """Appends samples to a run. A sample survives a kill once `append` has returned; if that raises, nothing is
     written. One process at a time may hold it.
     """
@@ -112,9 +113,6 @@ class SampleLog:
     def append(self, sample: dict[str, Any]) -> None:
         """Write a sample and wait until it is on the disk."""
         append_line(self._file, sample)
-
-    def __enter__(self) -> SampleLog:
-        return self
 
     def __exit__(self, *error: object) -> None:
         self._file.close()

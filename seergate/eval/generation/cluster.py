@@ -12,6 +12,7 @@ import logging
 import os
 from collections import deque
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager
 from typing import Any
 
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -67,7 +68,7 @@ class Generator:
         return list(self.finished), self.engine.batch_size
 
 
-class Cluster:
+class Cluster(AbstractContextManager["Cluster"]):
     """The actors, which run for a whole sweep. A context manager: leaving it ends them.
 
     Args:
@@ -166,9 +167,6 @@ class Cluster:
                 (*_, reason) = [type(error).__name__, *str(error).strip().splitlines()]
                 raise SeergateError(f"all workers are lost; repeat the command to continue ({reason})") from error
             return None
-
-    def __enter__(self) -> Cluster:
-        return self
 
     def __exit__(self, *_: object) -> None:
         for actor in self.actors:

@@ -17,7 +17,7 @@ import sys
 import threading
 from collections.abc import Iterable
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from typing import Any
 
 from seergate.errors import SeergateError, how_to_install
@@ -133,7 +133,7 @@ def graded_text(sample: dict[str, Any]) -> str:
     return ("<think>" if opened else "") + str(sample["completion"])
 
 
-class GradingPool:
+class GradingPool(AbstractContextManager["GradingPool"]):
     """Grades completions; threads may share it. A context manager: leaving it ends the processes.
 
     Args:
@@ -173,9 +173,6 @@ class GradingPool:
             return judge.compare(gold, answer)
         finally:
             self._idle.put(judge)
-
-    def __enter__(self) -> GradingPool:
-        return self
 
     def __exit__(self, *error: object) -> None:
         for judge in self._judges:
