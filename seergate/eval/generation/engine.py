@@ -43,14 +43,10 @@ class _Row(SampledRow):
         self.request, self.limit, self.seconds = request, limit, 0.0
         self.reply_logprob: float | None = None
 
-    @property
-    def full(self) -> bool:
-        """True if the answer has reached its limit."""
-        return len(self.tokens) >= self.limit
-
     def ended(self, ends: Collection[int], tokenizer: PreTrainedTokenizerBase) -> bool:
         """True if the last token was the answer's last."""
-        return self.tokens[-1] in ends or self.full or ends_in_stop(self.tokens, self.request.stop, tokenizer)
+        last = self.tokens[-1] in ends or len(self.tokens) >= self.limit
+        return last or ends_in_stop(self.tokens, self.request.stop, tokenizer)
 
 
 class Engine:
