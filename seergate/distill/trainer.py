@@ -43,7 +43,7 @@ def prepare_run(config: TrainConfig) -> DataReport:
         download_weights(run.model_path, run.config.revision)
         return run.data.report
     finally:
-        run.unlock()
+        run.close()
 
 
 def run_together(runs: Mapping[str, tuple[TrainConfig, Iterable[Callback]]], *, compared: bool = False) -> list[Path]:

@@ -204,11 +204,6 @@ class Run:
         self.locked = (self.dir / LOCK).open("ab")
         lock(self.locked, self.dir, "use another output_dir")
 
-    def unlock(self) -> None:
-        """Let other processes write to the output directory."""
-        if self.locked is not None:
-            self.locked.close()
-
     def gather(self) -> None:
         """Write the commits and the data report; read, tokenise and pack the data."""
         world, config = self.world, self.config
@@ -247,12 +242,13 @@ class Run:
         self.say(f"uploaded: {address}")
 
     def close(self) -> None:
-        """Close the callbacks and delete offloaded layers."""
+        """Close the callbacks, delete offloaded layers, and let other processes write to the output directory."""
         for callback in self.callbacks:
             callback.close()
         if self.owns_directory:  # else the layers may be another run's
             shutil.rmtree(offload_folder(self.config, self.world), ignore_errors=True)
-        self.unlock()
+        if self.locked is not None:
+            self.locked.close()
 
     def needs_sharding(self) -> bool:
         """Return whether to shard the frozen model: on request, or if each process has no memory for a full copy."""
