@@ -132,9 +132,8 @@ def check_same_run(path: Path, recorded: Mapping[str, Any], current: Mapping[str
 
 def clear_drafts(root: Path) -> None:
     """Delete the half-written and half-deleted checkpoints of a killed run."""
-    if root.is_dir():
-        for draft in root.glob(f"{_DRAFT}*"):
-            shutil.rmtree(draft)
+    for draft in root.glob(f"{_DRAFT}*"):
+        shutil.rmtree(draft)
 
 
 def remove_checkpoints(root: Path) -> None:
@@ -145,7 +144,7 @@ def remove_checkpoints(root: Path) -> None:
 
 
 def _finished(root: Path) -> list[Path]:
-    return sorted(p for p in root.iterdir() if _NAME.fullmatch(p.name)) if root.is_dir() else []
+    return sorted(p for p in root.glob("step-*") if _NAME.fullmatch(p.name))
 
 
 def _discard(path: Path) -> None:
