@@ -43,21 +43,20 @@ class Generator:
         self.handle: Handle | None = None
         self.finished = list[Generation]()
 
-    def load(self) -> str:
-        """Load the model; return the fingerprint of its weights."""
-        self.model, self.tokenizer, self.gates = self.loader()
-        return fingerprint(self.model)
-
-    def begin(self, job: Job, neighbours: int) -> tuple[int, str | None]:
-        """Attach a job's method in place of the previous job's; return the batch size and the gates' fingerprint.
-        ``neighbours`` is the number of actors that may share this device's memory, including this one.
+    def begin(self, job: Job, neighbours: int) -> tuple[int, str, str | None]:
+        """Load the model for the first job, and attach a job's method in place of the previous job's; return the batch
+        size and the fingerprints of the weights and of the gates. ``neighbours`` is the number of actors that may
+        share this device's memory, including this one.
         """
-        if self.handle is not None:
+        if self.handle is None:
+            self.model, self.tokenizer, self.gates = self.loader()
+            self.weights = fingerprint(self.model)
+        else:
             self.handle.detach()
         bank = job.spec.bank(self.gates)
         self.handle = attach(self.model, job.spec.method(bank), correction=job.spec.correction)
         self.engine = Engine(self.handle, self.tokenizer, job, self.finished.append, neighbours)
-        return self.engine.batch_size, job.spec.weights(bank)
+        return self.engine.batch_size, self.weights, job.spec.weights(bank)
 
     def work(self, requests: list[Request]) -> tuple[list[Generation], int]:
         """Add requests and decode until a sample is finished; return the finished samples and the batch size."""
@@ -101,7 +100,7 @@ class Cluster(AbstractContextManager["Cluster"]):
         self.actors: list[Any] = [actor.remote(loader) for _ in range(self.workers)]
         # without GPUs, as if all were on one machine: the batch that is estimated may then be too small
         self.neighbours = 1 if gpus else self.workers
-        self.ray, self.loaded = ray, False
+        self.ray = ray
 
     def generate(
         self,
@@ -120,25 +119,19 @@ class Cluster(AbstractContextManager["Cluster"]):
         Raises:
             SeergateError: if an actor fails (with its reason) or has loaded other weights, or if all actors are lost.
         """
-        waiting, lent = deque(requests), dict[Any, dict[Any, Request]]()
-        if not self.loaded:
-            for actor, loaded in [(actor, actor.load.remote()) for actor in self.actors]:
-                theirs = self._result(actor, loaded) or weights
-                if theirs != weights:
-                    raise SeergateError(f"a worker has loaded other weights ({theirs}) than this process ({weights})")
-            self.loaded = True
-        begun = [(actor, actor.begin.remote(job, self.neighbours)) for actor in self.actors]
-        room = dict[Any, int]()
-        for actor, task in begun:
-            room[actor], theirs = self._result(actor, task) or (0, gates)
-            if theirs != gates:
-                raise SeergateError(f"a worker has loaded other gates ({theirs}) than this process ({gates})")
+        waiting, unfinished, batch_sizes = deque(requests), dict[Any, dict[Any, Request]](), dict[Any, int]()
+        for actor, task in [(actor, actor.begin.remote(job, self.neighbours)) for actor in self.actors]:
+            batch_sizes[actor], *loaded = self._result(actor, task) or (0, weights, gates)
+            for what, own, theirs in zip(("weights", "gates"), (weights, gates), loaded, strict=True):
+                if theirs != own:
+                    raise SeergateError(f"a worker has loaded other {what} ({theirs}) than this process ({own})")
         share = -(-len(waiting) // len(self.actors))  # so that no actor takes all
         idle, running = list(self.actors), dict[Any, Any]()
-        while waiting or any(lent.values()):
+        while waiting or any(unfinished.values()):
             for actor in idle:
-                assigned = lent.setdefault(actor, {})
-                more = [waiting.popleft() for _ in range(min(len(waiting), min(share, room[actor]) - len(assigned)))]
+                assigned = unfinished.setdefault(actor, {})
+                room = min(share, batch_sizes[actor]) - len(assigned)
+                more = [waiting.popleft() for _ in range(min(len(waiting), room))]
                 assigned |= {request.key: request for request in more}
                 if assigned:
                     running[actor.work.remote(more)] = actor
@@ -147,12 +140,12 @@ class Cluster(AbstractContextManager["Cluster"]):
             actor = running.pop(done)
             result = self._result(actor, done)
             if result is None:
-                waiting.extendleft(lent.pop(actor).values())
+                waiting.extendleft(unfinished.pop(actor).values())
                 continue
-            finished, room[actor] = result
+            finished, batch_sizes[actor] = result
             for generation in finished:
                 on_finished(generation)
-                del lent[actor][generation.request.key]
+                del unfinished[actor][generation.request.key]
             idle.append(actor)
 
     def _result(self, actor: Any, task: Any) -> Any:
