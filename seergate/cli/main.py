@@ -78,8 +78,8 @@ def build_parser() -> Parser:
 
 
 def _add_plugin(parser: argparse.ArgumentParser, default: object) -> None:
-    says = "module with methods of your own, which it registers when it is imported; may be given several times"
-    parser.add_argument("--plugin", action="append", default=default, metavar="MODULE", help=says)
+    text = "module with methods of your own, which it registers when it is imported; may be given several times"
+    parser.add_argument("--plugin", action="append", default=default, metavar="MODULE", help=text)
 
 
 def _load_plugins(arguments: list[str]) -> list[str]:

@@ -31,11 +31,11 @@ def run(options: argparse.Namespace) -> None:
     load_plugins()
     for name in options.methods or METHODS:
         kinds = keeping_class(name), reading_class(name), method_class(name)  # two of NAME+gate, else one
-        says = " ".join((inspect.getdoc(kinds[-1]) or "").split("\n\n")[0].split())
+        summary = " ".join((inspect.getdoc(kinds[-1]) or "").split("\n\n")[0].split())
         names = option_names(name)
         options_of = {x.name: _written(x) for kind in kinds for x in fields(kind) if x.init and x.name in names}
         given = [f"{option}={options_of.get(option, '?')}" for option in (*options_of, *sorted(names - {*options_of}))]
-        print(f"{name}: {says}")
+        print(f"{name}: {summary}")
         print(textwrap.fill(", ".join(given) or "no options", 110, initial_indent="    ", subsequent_indent="    "))
 
 

@@ -229,9 +229,8 @@ PLAN = Command(
 def _ablate_arguments(parser: argparse.ArgumentParser) -> None:
     from seergate.distill.ablation import studies
 
-    names = ", ".join(studies())
-    says = f"some of {names}, all, or .yaml files of your own"
-    parser.add_argument("studies", metavar="STUDY", nargs="+", help=says)
+    text = f"some of {', '.join(studies())}, all, or .yaml files of your own"
+    parser.add_argument("studies", metavar="STUDY", nargs="+", help=text)
 
 
 def _ablate(options: argparse.Namespace) -> None:

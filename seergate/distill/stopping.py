@@ -28,10 +28,10 @@ class Stopped(CommonError):
 
 
 @contextmanager
-def stop_requests(tells: bool, resumes: bool) -> Iterator[set[int]]:
-    """Collect the numbers of the `STOP_SIGNALS` that this process receives during the ``with`` block. With ``tells``,
-    the first Ctrl-C prints a message; without ``resumes``, the same command would start over. Signals that the
-    process ignores, as a background process ignores Ctrl-C, stay ignored.
+def stop_requests(is_main: bool, resumes: bool) -> Iterator[set[int]]:
+    """Collect the numbers of the `STOP_SIGNALS` that this process receives during the ``with`` block. In the main
+    process, the first Ctrl-C prints a message; without ``resumes``, the same command would start over. Signals that
+    the process ignores, as a background process ignores Ctrl-C, stay ignored.
 
     Raises:
         Stopped: at the end of the block, if a signal came too late for a step to take notice of it.
@@ -45,7 +45,7 @@ def stop_requests(tells: bool, resumes: bool) -> Iterator[set[int]]:
         if number == signal.SIGINT and number in received:
             raise KeyboardInterrupt
         received.add(number)
-        if number == signal.SIGINT and tells:  # not by `print`, which this may have interrupted
+        if number == signal.SIGINT and is_main:  # not by `print`, which this may have interrupted
             os.write(2, b"\nstopping after this step, which is then saved; Ctrl-C again stops at once\n")
 
     numbers = [getattr(signal, name) for name in STOP_SIGNALS if hasattr(signal, name)]

@@ -176,13 +176,13 @@ class Run:
             best = (self.dir / "best").resolve()
             if self.config.init_gates and Path(self.config.init_gates).resolve() in (best, self.dir.resolve()):
                 raise SeergateError("init_gates lies in output_dir, where it is replaced; give another output_dir")
-            begun = newest_checkpoint(self.dir / "checkpoints")
-            if self.config.resume and begun is None and (self.dir / CONFIG_FILE).exists():
+            newest = newest_checkpoint(self.dir / "checkpoints")
+            if self.config.resume and newest is None and (self.dir / CONFIG_FILE).exists():
                 raise SeergateError(
                     f"{self.dir} holds gates, and no checkpoint to continue from; --no-resume replaces them"
                 )
             others = {file.name for file in best.glob("[!.]*")} - ADAPTER_FILES
-            if others and not (self.config.resume and begun):
+            if others and not (self.config.resume and newest):
                 raise SeergateError(
                     f"{best} has {min(others)} and would be replaced by gates; give another output_dir"
                 )

@@ -18,7 +18,7 @@ class EvalProgress:
 
     def __init__(self, settings: int) -> None:
         self.settings, self.started, self.label = settings, 0, ""
-        self.began, self.said = time.monotonic(), -math.inf
+        self.began, self.last_line = time.monotonic(), -math.inf
         self.bar = ProgressBar()
         self.task: Any = None
         self.notes = notes(self.bar.say)
@@ -48,8 +48,8 @@ class EvalProgress:
         self.bar.update(self.task, now.done, note)
         if self.bar.shown:
             return
-        if now.done and (now.done == now.total or time.monotonic() - self.said >= LINE_SECONDS):
-            self.said = time.monotonic()
+        if now.done and (now.done == now.total or time.monotonic() - self.last_line >= LINE_SECONDS):
+            self.last_line = time.monotonic()
             done = f"{now.done}/{now.total} {'texts' if now.correct is None else 'answers'}"
-            seconds = self.said - self.began
+            seconds = self.last_line - self.began
             self.bar.say(f"[{self.started}/{self.settings}] {now.label}: {done}, {note} ({seconds:.0f} s)")

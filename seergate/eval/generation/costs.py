@@ -32,8 +32,8 @@ class RowStats(DecodeStats):
         self.place = {layer: i for i, layer in enumerate(layers)}
         self.figures = {name: np.zeros((len(layers), 0)) for name in FIGURES}  # [layers, rows]
         self.blocks = dict[int, Tensor]()  # layer -> blocks selected by each row, summed over KV heads; on the device
-        self.held = dict[int, Any]()  # layer -> own bytes of each row at the last step
-        self.arriving = dict[int, Any]()  # layer -> own bytes of new rows
+        self.last_own_bytes = dict[int, Any]()  # layer -> own bytes of each row at the last step
+        self.new_own_bytes = dict[int, Any]()  # layer -> own bytes of new rows
         self.decode_steps = np.zeros(0)
         self.savings = np.zeros(0)  # per row: ratio of memory saved by sharing blocks, summed over steps
         self.shares = False
@@ -42,7 +42,7 @@ class RowStats(DecodeStats):
     def saw_prompt(self, cache: GatedLayer) -> None:
         """Count the prefill of a layer; the next call of `add_rows` adds its rows."""
         super().saw_prompt(cache)
-        self.arriving[cache.layer] = cache.row_bytes()
+        self.new_own_bytes[cache.layer] = cache.row_bytes()
 
     def add_rows(self, rows: int) -> None:
         """Add rows at the end of the batch after their prefill, which counts in the peaks. The first decode step adds
@@ -50,7 +50,7 @@ class RowStats(DecodeStats):
         """
         new = {name: np.zeros((len(self.layers), rows)) for name in FIGURES}
         for layer, i in self.place.items():
-            new["own_peak"][i] = self.arriving.pop(layer, 0.0)
+            new["own_peak"][i] = self.new_own_bytes.pop(layer, 0.0)
         self.figures = {name: np.concatenate((figure, new[name]), axis=1) for name, figure in self.figures.items()}
         self.blocks = {layer: torch.cat((n, n.new_zeros(rows))) for layer, n in self.blocks.items()}
         self.decode_steps, self.savings = (
@@ -78,7 +78,7 @@ class RowStats(DecodeStats):
         of["read"] += np.array(record.read, dtype=float) if selection is None else -(-ends % cache.block_size)
         of["cached"] += ends
         of["scored"] += record.scored
-        self.held[layer] = own_bytes = cache.row_bytes(record.step.ends)
+        self.last_own_bytes[layer] = own_bytes = cache.row_bytes(record.step.ends)
         of["own"] += own_bytes
         np.maximum(of["own_peak"], own_bytes, out=of["own_peak"])
         if selection is not None:
@@ -87,7 +87,7 @@ class RowStats(DecodeStats):
             self.decode_steps += 1
             for row in np.flatnonzero(self.decode_steps % CURVE_STEPS == 0).tolist():
                 read_so_far = sum([self._tokens_read(each, row) for each in self.layers]) / len(self.layers)
-                held_bytes = sum([float(self.held[each][row]) for each in self.layers])
+                held_bytes = sum([float(self.last_own_bytes[each][row]) for each in self.layers])
                 self.curves[row].append((seen[row], read_so_far, held_bytes))
 
     def note_savings(self, ratios: Sequence[float]) -> None:

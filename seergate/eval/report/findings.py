@@ -199,8 +199,8 @@ def _against_dense(sweep: Sweep, method: str, dense: Setting) -> str | None:
     points = f"is {in_points(difference)} points from dense"
     if not _not_worse(difference):
         lost = (-difference).positive
-        tells = "no tested budget was enough" if lost else "too few problems to tell if that is a loss"
-        return f"{setting.label} tokens {points}; {tells}."
+        conclusion = "no tested budget was enough" if lost else "too few problems to tell if that is a loss"
+        return f"{setting.label} tokens {points}; {conclusion}."
     start = f"{setting.label} tokens ({_share_of_context(sweep, setting)} of the full context) {points}"
     if difference.low >= -CLOSE and difference.high <= CLOSE:
         return f"{start}: level with dense."
