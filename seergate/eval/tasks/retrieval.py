@@ -59,7 +59,6 @@ class _Hidden:
         before, question: beginning and end of a chat's turn, before and after the text.
         completion: end of a prompt without chat, which the model continues with the answer.
         gold: right answers, which must all be given.
-        fill: ``count -> sentences`` of the text.
     """
 
     facts: Sequence[tuple[float, str]]
@@ -67,11 +66,10 @@ class _Hidden:
     question: str
     completion: str
     gold: Sequence[str]
-    fill: Callable[[int], list[str]]
 
-    def problem(self, name: str, start: str, chat: bool, count: int) -> Problem:
-        """The problem with ``count`` sentences of the text."""
-        lines = self.fill(count)
+    def problem(self, name: str, start: str, chat: bool, fill: Callable[[int], list[str]], count: int) -> Problem:
+        """The problem with ``count`` sentences of the text, which ``fill`` makes."""
+        lines = fill(count)
         for depth, fact in sorted(self.facts, key=lambda fact: fact[0])[::-1]:
             lines.insert(round(depth * count), fact)
         text, gold = " ".join(lines), "\n".join(self.gold)
@@ -110,8 +108,6 @@ def needle(
     if (drawn := max(keys, queries)) > len(CITIES):
         raise ValueError(f"keys is {keys} and queries {queries}; they must be at most {len(CITIES)}")
 
-    every, source = _text(data)
-
     def hide(random: Random, depth: float) -> _Hidden:
         cities = random.sample(CITIES, drawn)
         numbers = {city: [str(n) for n in random.sample(range(10_000, 100_000), values)] for city in cities}
@@ -126,11 +122,10 @@ def needle(
             f"What {'is the' if single else 'are all the'} {what} in the text above?",
             f"The {what} is" if single else f"The {what} in the text above are",
             [number for city in cities[:queries] for number in numbers[city]],
-            _from(every(), random),
         )
 
     options = {"keys": keys, "values": values, "queries": queries}
-    return _task("needle", hide, values * queries, problems, length, depths, chat, source, seed, options)
+    return _task("needle", hide, values * queries, problems, length, depths, chat, data, seed, options)
 
 
 def variable_tracking(
@@ -150,7 +145,6 @@ def variable_tracking(
         chains: number of chains of assignments; the question asks for the first.
         hops: how often a chain's value is assigned to a further variable.
     """
-    every, source = _text(data)
 
     def hide(random: Random, depth: float) -> _Hidden:
         drawn = ["".join(random.choices(ascii_uppercase, k=5)) for _ in range(chains * (hops + 1))]
@@ -166,11 +160,10 @@ def variable_tracking(
             f"Which variables have the value {numbers[0]} in the text above?",
             f"By the assignments in the text above, {hops + 1} variables have the value {numbers[0]}. They are",
             drawn[: hops + 1],
-            _from(every(), random),
         )
 
     options = {"chains": chains, "hops": hops}
-    return _task("variable_tracking", hide, hops + 1, problems, length, (0,), chat, source, seed, options)
+    return _task("variable_tracking", hide, hops + 1, problems, length, (0,), chat, data, seed, options)
 
 
 def perplexity(*, problems: int = 16, length: int = 2048, scored: int = 256, data: str | None = None) -> Task:
@@ -232,11 +225,11 @@ def _task(
     length: tuple[int, ...],
     depths: tuple[int, ...],
     chat: bool,
-    source: dict[str, str],
+    data: str | None,
     seed: int,
     options: dict[str, Any],
 ) -> Task:
-    """A task whose problems have given lengths in tokens; ``source`` names the text."""
+    """A task whose problems have given lengths in tokens."""
     for option, value in options.items():
         check_count(option, value, 1)
     if not length or min(length) < 1:
@@ -244,14 +237,17 @@ def _task(
     if not depths or not all(0 <= depth <= 100 for depth in depths):
         raise ValueError(f"depths is {depths}; it must be percentages, 0 to 100")
     room = (24 if chat else 4) + TOKENS_PER_ANSWER * answers
+    text_name, text = text_of(data)
+    every = cache(lambda: sentences(text))
 
     def load(tokenizer: PreTrainedTokenizerBase) -> Iterator[Problem]:
         start = beginning(tokenizer)
         for i in range(problems):
             tokens, depth = length[i % len(length)], depths[i // len(length) % len(depths)]
             problem_id = f"{tokens}-{depth}-{i // (len(length) * len(depths))}"
-            hidden = hide(Random(f"{name}/{seed}/{problem_id}"), depth / 100)
-            build = partial(hidden.problem, problem_id, start, chat)
+            random = Random(f"{name}/{seed}/{problem_id}")
+            hidden, fill = hide(random, depth / 100), _from(every(), random)
+            build = partial(hidden.problem, problem_id, start, chat, fill)
             yield build(_largest_count(tokenizer, build, tokens - room, f"length is {tokens}"))
 
     return Task(
@@ -268,7 +264,8 @@ def _task(
             **options,
             "chat": chat,
             "seed": seed,
-            **source,
+            "text": text_name,
+            **({"file": data} if data else {}),
         },
         by_tokens=True,
     )
@@ -307,12 +304,6 @@ def text_of(data: str | None) -> tuple[str, str]:
     if not text.strip():
         raise SeergateError(f"data is {data!r}, which holds no text")
     return Path(data).name, text
-
-
-def _text(data: str | None) -> tuple[Callable[[], list[str]], dict[str, str]]:
-    """A function that returns the sentences of a text, and the options that name the text in a task."""
-    name, text = text_of(data)
-    return cache(lambda: sentences(text)), {"text": name} | ({"file": data} if data else {})
 
 
 def sentences(text: str) -> list[str]:
