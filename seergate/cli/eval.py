@@ -11,6 +11,7 @@ from seergate.cli import runs
 from seergate.cli.arguments import Command, eval_args, given
 from seergate.cli.console import say_report
 from seergate.errors import SeergateError
+from seergate.yaml_file import read_yaml
 
 if TYPE_CHECKING:
     from seergate.eval.sweep_plan import SweepPlan
@@ -141,7 +142,8 @@ def _sweep_arguments(parser: argparse.ArgumentParser) -> None:
 def _sweep(options: argparse.Namespace) -> None:
     from seergate.eval.sweep_plan import SweepPlan
 
-    plan = replace(SweepPlan.read(options.file), **given(options, "model", "gates", "out", "match"))
+    plan = SweepPlan.of(read_yaml(options.file), str(options.file))
+    plan = replace(plan, **given(options, "model", "gates", "out", "match"))
     if options.problems is not None:
         plan = replace(plan, task_options={**plan.task_options, "problems": options.problems})
     run_and_report(plan, not options.no_report)

@@ -6,7 +6,6 @@ import argparse
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, get_origin, get_type_hints
 
 from huggingface_hub.dataclasses import type_validator
@@ -23,7 +22,6 @@ from seergate.eval.tasks.task import Task
 from seergate.methods import Dense, has_gates
 from seergate.options import listed, option
 from seergate.paths import exists
-from seergate.yaml_file import read_yaml
 
 MATCHES = ("budget", *MEASURES)
 
@@ -100,13 +98,8 @@ class SweepPlan(RunOptions):
             )
 
     @classmethod
-    def read(cls, path: Path) -> SweepPlan:
-        """Read a plan from a YAML file whose keys are the attributes."""
-        return cls.of(read_yaml(path), str(path))
-
-    @classmethod
     def of(cls, values: Mapping[str, Any], where: str = "the sweep") -> SweepPlan:
-        """A plan from plain values; a single value stands for a list of one."""
+        """A plan from plain values, as YAML has them; a single value stands for a list of one."""
         types = {name: kind for name, kind in get_type_hints(cls).items() if name not in NOT_WRITTEN}
         given = dict[str, Any]()
         for name, value in values.items():
