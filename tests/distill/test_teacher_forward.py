@@ -128,6 +128,18 @@ def test_the_model_is_left_as_it_was():
     assert torch.equal(model(input_ids=prompt(30)).logits, before)
 
 
+@pytest.mark.parametrize("scorer", ["attn_gate", "msa", "indexer"])
+@pytest.mark.parametrize("branch", ["q_proj", "k_proj"])
+def test_a_part_of_a_gate_may_be_trained_alone(model, scorer, branch):
+    bank, ids = GateBank.for_model(model, GateConfig(8, 16, scorer=scorer)), prompt(40)
+    whole = torch.autograd.grad(bank.distill_loss(model, input_ids=ids), list(bank.parameters()))
+    for name, parameter in bank.named_parameters():
+        parameter.requires_grad_(branch in name)
+    bank.distill_loss(model, input_ids=ids).backward()
+    for (name, parameter), gradient in zip(bank.named_parameters(), whole, strict=True):
+        assert torch.equal(parameter.grad, gradient) if branch in name else parameter.grad is None
+
+
 def test_a_method_that_is_attached_meanwhile_goes_on_afterwards(model):
     bank, ids = GateBank.for_model(model, GateConfig(8)), prompt(40)
     want = distill_step(bank, model, ids).loss

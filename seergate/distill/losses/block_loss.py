@@ -123,6 +123,7 @@ class BlockLoss(DistillLoss):
         with torch.set_grad_enabled(wants_gradient):
             qg_TKE.requires_grad_(wants_gradient)
             kg_NKE = gate.keys(gate.pool(k_pre_BKSD[:, :, pooled]), entries)[0].transpose(0, 1)
+            kg_NKE.requires_grad_(wants_gradient)  # even if none of its parameters are trained
             loss, stats = loss_of(gate, spec.target)(
                 call.query_BHSD[0].transpose(0, 1),
                 call.key_BKSD[0].transpose(0, 1),
