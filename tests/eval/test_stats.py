@@ -6,6 +6,7 @@ import pytest
 
 from benchmarks.interval_coverage import one_sided
 from seergate.eval.statistics.intervals import Estimate, clustered, paired, pass_at_k, wilson
+from tests.support.running import invalid
 
 
 def test_standard_errors_are_those_of_problems():
@@ -27,6 +28,11 @@ def test_paired_difference_cancels_the_spread_between_problems():
     # s^2 = (1 + 3/4) / 4 = .4375; of the six: mean -.25, squares .75 + .875 = 1.625, less 6 / 16 = 1.25;
     # se = sqrt(1.25 / 30) = .204124; t(5) = 2.570582
     assert (difference.low, difference.high) == pytest.approx((-0.25 - 0.52472, -0.25 + 0.52472), abs=1e-5)
+
+
+def test_paired_uses_common_problems_only():
+    assert paired({"a": [1], "x": [0]}, {"a": [0], "y": [1]}).mean == 1.0
+    invalid("no problem in common", paired, {"a": [1]}, {"b": [1]})
 
 
 def won(wins, of, losses=0):
@@ -80,3 +86,4 @@ def test_pass_at_k():
     # two right of four: 1 - C(2,2)/C(4,2) = 5/6; none right: 0; mean 5/12. k = 1: the mean accuracy; k = 4: 1 and 0
     outcomes = {"a": [1, 0, 1, 0], "b": [0, 0, 0, 0]}
     assert [pass_at_k(outcomes, k) for k in (1, 2, 4)] == pytest.approx([0.25, 5 / 12, 0.5])
+    invalid(r"k is 5; it must be in 1\.\.4", pass_at_k, outcomes, 5)

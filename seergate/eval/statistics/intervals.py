@@ -78,7 +78,7 @@ def clustered(outcomes: Mapping[str, Sequence[float]]) -> Estimate:
 
 
 def paired(ours: Mapping[str, Sequence[float]], baseline: Mapping[str, Sequence[float]]) -> Difference:
-    r"""Mean difference ``ours - baseline`` on the same problems, with its standard error and interval.
+    r"""Mean difference ``ours - baseline`` over the problems that both have, with its standard error and interval.
 
     Both answered the same problems, so the spread between easy and hard problems cancels: the error is that of the
     per-problem differences :math:`d_c`, which is smaller than what the two separate errors suggest.
@@ -88,7 +88,10 @@ def paired(ours: Mapping[str, Sequence[float]], baseline: Mapping[str, Sequence[
     :math:`s = 1`, which is the interval of Bonett and Price (2012) with t for z: where few problems were lost, or
     none, the plain interval is much too short.
     """
-    differences = [fmean(ours[p]) - fmean(baseline[p]) for p in ours]
+    common = [problem for problem in ours if problem in baseline]
+    if not common:
+        raise ValueError("the two runs have no problem in common; they cannot be compared")
+    differences = [fmean(ours[p]) - fmean(baseline[p]) for p in common]
     diff = mean_and_error(differences)
     if diff.n == 1:
         return Difference(diff.mean, diff.se, 1)
@@ -103,8 +106,14 @@ def pass_at_k(outcomes: Mapping[str, Sequence[float]], k: int) -> float:
     r"""Chance that at least one of ``k`` samples of a problem is right, mean over problems.
 
     The unbiased estimate :math:`1 - \binom{n - c}{k} / \binom{n}{k}` from ``n`` samples of which ``c`` are right
-    (Chen et al. 2021, equation 1). Every problem must have ``k`` samples.
+    (Chen et al. 2021, equation 1).
+
+    Raises:
+        ValueError: if a problem has fewer than ``k`` samples.
     """
+    fewest = min(map(len, outcomes.values()))
+    if not 1 <= k <= fewest:
+        raise ValueError(f"k is {k}; it must be in 1..{fewest}, the samples that every problem has")
     return fmean([1 - math.comb(len(v) - round(sum(v)), k) / math.comb(len(v), k) for v in outcomes.values()])
 
 
@@ -128,7 +137,10 @@ def clustered_quantile(groups: Sequence[Sequence[float]], share: float) -> tuple
 
 def mean_and_error(values: Sequence[float]) -> Estimate:
     """Mean of independent values and its standard error."""
-    n, mean = len(values), fmean(values)
+    n = len(values)
+    if n == 0:
+        raise ValueError("there is nothing to average")
+    mean = fmean(values)
     if n == 1:
         return Estimate(mean, math.nan, 1)
     return Estimate(mean, math.sqrt(math.fsum((v - mean) ** 2 for v in values) / (n * (n - 1))), n)
