@@ -15,12 +15,13 @@ from seergate.methods.tri_attention import Centres
 from tests.support.evictors import model_of
 from tests.support.models import prompt
 from tests.support.naive import Lazy, Simulation
-from tests.support.running import refused
+from tests.support.running import invalid, refused
 
 
 def test_windows_by_hand():
     mri = np.array([0, 1, 1, 2, 3, 5, 8, 40, 2, 3])
     assert [window_of(mri, share) for share in (0.1, 0.5, 0.8, 0.9, 1.0)] == [1, 2, 5, 8, 40]
+    invalid("share is 0", window_of, mri, 0)
 
 
 def test_intervals_are_those_of_the_definition():

@@ -61,6 +61,7 @@ def measure_recurrence(
 
 def window_of(mri: np.ndarray, share: float) -> int:
     """The MRI that this share of tokens does not exceed, at least 1: LazyEviction's window (section 4)."""
+    check("share", share, 0 < share <= 1, "greater than 0 and at most 1")
     return max(1, int(np.quantile(mri, share, method="inverted_cdf")))
 
 
