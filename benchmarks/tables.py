@@ -251,22 +251,20 @@ def gates_and_quest() -> list[Sequence[str]]:
 
 def minus_dense(model: str) -> list[Sequence[str]]:
     """Points more than dense attention on the same problems, with the 95 % interval, and the bytes read, of each part
-    and budget of a model.
+    and budget of a model; without a budget, at the part's.
     """
     rows = [row for row in rows_of("board") if row["model"] == model]
     dense = {row["part"]: row for row in rows if row["method"] == "dense"}
-    scored = [row for row in rows if "minus_dense" in row]
-    columns = [
-        (part, budget)
-        for part in board.PARTS
-        for budget in sorted({row["budget"] for row in scored if row["part"] == part} - {None})
-    ]
-    cells: dict[str, dict[Any, str]] = {row["method"]: {} for row in rows}
-    for row in scored:
+    cells: dict[str, dict[tuple[str, int], str]] = {row["method"]: {} for row in rows}
+    for row in (row for row in rows if "minus_dense" in row):
         part, points = row["part"], [f"{100 * row[f'minus_dense{end}']:+.1f}" for end in ("", "_low", "_high")]
-        column = part, row["budget"] or next(budget for each, budget in columns if each == part)
         read = share(row, dense[part], "bytes_read_per_step")
+        column = part, row["budget"] or board.PARTS[part].budget
         cells[row["method"]][column] = f"{points[0]} [{points[1]}, {points[2]}], {read} %"
+    parts = list(board.PARTS)
+    columns = sorted(
+        {column for own in cells.values() for column in own}, key=lambda each: (parts.index(each[0]), each)
+    )
     titles = (f"{board.PARTS[part].title} at {budget}" for part, budget in columns)
     lines = ((code(method), *(own.get(column, MISSING) for column in columns)) for method, own in cells.items() if own)
     return [("method", *titles), *lines]
